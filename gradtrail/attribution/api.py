@@ -1,0 +1,229 @@
+"""The one-call entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradtrail.attribution.checkpoints import Checkpoint, loaded, weights_of
+from gradtrail.attribution.data import Collate, as_rows
+from gradtrail.attribution.losses import LossReduction, resolve_loss
+from gradtrail.attribution.method import AbstractAttributor, Task, make_method
+from gradtrail.attribution.scores import AttributionScores
+from gradtrail.attribution.session import Session
+from gradtrail.attribution.setup import ids_of, make_session, padding_id, recorded_options
+from gradtrail.factors import Projection
+from gradtrail.hooks import Coverage, LayerChoice, select_layers
+from gradtrail.options import check_choice, check_positive
+
+__all__ = ["attribute", "coverage", "self_influence"]
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+def attribute(  # noqa: PLR0913  # the one-call entry point
+    model: nn.Module,
+    train: Any,  # noqa: ANN401  # any data set
+    query: Any,  # noqa: ANN401
+    *,
+    method: str | AbstractAttributor = "graddot",
+    loss: LossFunction | None = None,
+    query_loss: LossFunction | None = None,
+    loss_reduction: LossReduction | None = None,
+    layers: LayerChoice = None,
+    exclude: LayerChoice = None,
+    batch_size: int = 8,
+    query_batch_size: int | None = None,
+    collate_fn: Collate | None = None,
+    device: torch.device | str | None = None,
+    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoint_weights: Sequence[float] | None = None,
+    granularity: Literal["example", "token"] = "example",
+    projection: Projection | str | int | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    **method_options: Any,  # noqa: ANN401
+) -> AttributionScores:
+    r"""Score every training example against every query: which examples taught this?
+
+    A score above 0 means that training more on the example lowers the query's loss. Scores are raw
+    inner products of per-example gradients (sums over positions), not divided by the number of
+    examples; they do not depend on batch size, order or padding. The model evaluates with frozen
+    parameters during the call and is left as it was found, random generators included.
+
+    ``train`` and ``query`` are a ``Dataset``, a list of rows, a Hugging Face data set or a
+    ``DataLoader`` that does not shuffle. ``loss`` is ``(model, batch) -> [b]``, one summed loss an
+    example; None infers it from ``labels`` or an ``(inputs, targets)`` pair. A loss that returns a
+    scalar needs ``loss_reduction``. ``query_loss`` is the queries' own loss; for a measurement
+    that should go up pass its negative. ``layers`` and ``exclude`` are glob patterns on dotted
+    names, module types or callables ``(name, module) -> bool``. ``collate_fn=None`` pads rows of
+    ``input_ids`` and otherwise uses torch's default collator. ``device=None`` is the model's own.
+    ``checkpoints`` (state dicts, safetensors files or folders, or callables) are summed with
+    ``checkpoint_weights`` (TracIn: the learning rates). ``projection`` compresses every layer's
+    gradient: a ``Projection``, its kind, or the side of a factored one.
+
+    Args:
+        model: The trained model.
+        train: Training examples, ``n`` rows.
+        query: Queries, ``q`` rows.
+        method: A registered name (``"graddot"``, ``"gradcos"``, ``"tracin"``) or an attributor.
+        granularity: ``"token"`` gives one share a position, ``[n, s, q]``; they sum to the score.
+        **method_options: Options of the method, such as ``normalize``.
+
+    Returns:
+        Scores ``[n, q]``; row ``i`` is ``train[i]``.
+
+    Raises:
+        ValueError: If checkpoints are missing where the method sums over them, or given where it
+            does not. Other errors come from the parts and name the argument.
+
+    References:
+        Pruthi et al., 2020, eq. 1, https://arxiv.org/abs/2002.08484
+    """
+    name, attributor, over_checkpoints = make_method(method, method_options)
+    check_choice("granularity", granularity, ("example", "token"))
+    check_positive("batch_size", batch_size)
+    pad = padding_id(model)
+    task = Task(
+        train=as_rows(train, "train", collate_fn, pad),
+        query=as_rows(query, "query", collate_fn, pad),
+        loss=resolve_loss(loss, loss_reduction),
+        query_loss=resolve_loss(query_loss or loss, loss_reduction),
+        batch_size=batch_size,
+        query_batch_size=query_batch_size or batch_size,
+        per_token=granularity == "token",
+    )
+    check_positive("query_batch_size", task.query_batch_size)
+    selection = select_layers(model, layers=layers, exclude=exclude)
+    session = make_session(model, selection, device, projection, seed, progress=progress)
+    _check_checkpoints(name, checkpoints, checkpoint_weights, over_checkpoints=over_checkpoints)
+    if checkpoints is None:
+        values, lengths = _score(session, attributor, task)
+    else:
+        values = lengths = None
+        for point, weight in zip(
+            checkpoints, weights_of(checkpoints, checkpoint_weights), strict=True
+        ):
+            with loaded(model, point):
+                part, lengths = _score(session, attributor, task)
+            values = part * weight if values is None else values.add_(part, alpha=weight)
+    return AttributionScores(
+        values.to(dtype=torch.float32, device="cpu"),
+        ids_of(len(task.train)),
+        ids_of(len(task.query)),
+        name,
+        recorded_options(session, attributor, task, checkpoints, checkpoint_weights),
+        session.selection.coverage,
+        lengths if task.per_token else None,
+    )
+
+
+def self_influence(  # noqa: PLR0913  # the one-call entry point
+    model: nn.Module,
+    train: Any,  # noqa: ANN401
+    *,
+    method: str | AbstractAttributor = "graddot",
+    loss: LossFunction | None = None,
+    loss_reduction: LossReduction | None = None,
+    layers: LayerChoice = None,
+    exclude: LayerChoice = None,
+    batch_size: int = 8,
+    collate_fn: Collate | None = None,
+    device: torch.device | str | None = None,
+    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoint_weights: Sequence[float] | None = None,
+    projection: Projection | str | int | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    **method_options: Any,  # noqa: ANN401
+) -> Tensor:
+    """Score every training example against itself: how much does it stand on its own?
+
+    The diagonal of ``attribute(model, train, train)`` without forming ``n`` by ``n`` scores.
+    Arguments are those of ``attribute``.
+
+    Args:
+        model: The trained model.
+        train: Training examples, ``n`` rows.
+        method: A registered name or an attributor.
+        **method_options: Options of the method.
+
+    Returns:
+        At least 0, float32 on the CPU. Shape ``[n]``.
+    """
+    name, attributor, over_checkpoints = make_method(method, method_options)
+    check_positive("batch_size", batch_size)
+    rows = as_rows(train, "train", collate_fn, padding_id(model))
+    resolved = resolve_loss(loss, loss_reduction)
+    selection = select_layers(model, layers=layers, exclude=exclude)
+    session = make_session(model, selection, device, projection, seed, progress=progress)
+    _check_checkpoints(name, checkpoints, checkpoint_weights, over_checkpoints=over_checkpoints)
+    points = [None] if checkpoints is None else checkpoints
+    weights = [1.0] if checkpoints is None else weights_of(checkpoints, checkpoint_weights)
+    total = torch.zeros(len(rows), dtype=torch.float64)
+    for point, weight in zip(points, weights, strict=True):
+        if point is None:
+            with session.opened(rows, resolved):
+                total += attributor.self_score(session, rows, resolved, batch_size).cpu()
+        else:
+            with loaded(model, point), session.opened(rows, resolved):
+                part = attributor.self_score(session, rows, resolved, batch_size).cpu()
+                total.add_(part, alpha=weight)
+    return total.float()
+
+
+def coverage(
+    model: nn.Module,
+    *,
+    layers: LayerChoice = None,
+    exclude: LayerChoice = None,
+    include_frozen: bool = False,
+) -> Coverage:
+    """List every parameter: covered, left out by choice, or unsupported with the reason.
+
+    Args:
+        model: The model.
+        layers: Which layers to capture, as in ``attribute``.
+        exclude: Which to leave out.
+        include_frozen: Whether frozen parameters count.
+
+    Returns:
+        The coverage; ``print`` it for a table, ``.share`` is the covered share.
+    """
+    return select_layers(
+        model, layers=layers, exclude=exclude, include_frozen=include_frozen
+    ).coverage
+
+
+def _score(
+    session: Session, attributor: AbstractAttributor, task: Task
+) -> tuple[Tensor, Tensor | None]:
+    """Score with the weights that are in the model now."""
+    probe, loss = (task.train, task.loss) if len(task.train) else (task.query, task.query_loss)
+    with session.opened(probe, loss):
+        return attributor.score(session, task)
+
+
+def _check_checkpoints(
+    name: str,
+    checkpoints: Sequence[Checkpoint] | None,
+    weights: Sequence[float] | None,
+    *,
+    over_checkpoints: bool,
+) -> None:
+    """Refuse checkpoints that would do nothing, and a sum over none."""
+    if checkpoints is None and weights is not None:
+        raise ValueError("checkpoint_weights must go with checkpoints, got checkpoints=None.")
+    if name == "tracin" and checkpoints is None:
+        raise ValueError(
+            "checkpoints must be given for method 'tracin', got None. Pass state dicts, "
+            "safetensors files or folders; for the model as it is use method='graddot'."
+        )
+    if checkpoints is not None and not over_checkpoints:
+        raise ValueError(
+            f"checkpoints must go with a method that sums over them, got method {name!r}. "
+            "Use method='tracin'."
+        )

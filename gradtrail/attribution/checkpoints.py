@@ -1,0 +1,106 @@
+"""Putting other weights into a model for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+__all__ = ["Checkpoint", "weights_of", "loaded"]
+
+Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path | Callable[[nn.Module], Any]
+
+
+def weights_of(
+    checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None
+) -> list[float]:
+    """Check the weights of checkpoints.
+
+    Args:
+        checkpoints: The checkpoints.
+        weights: One each (TracIn: the learning rate), or None for 1 each.
+
+    Returns:
+        One weight a checkpoint.
+
+    Raises:
+        ValueError: If there are no checkpoints or the numbers differ.
+    """
+    if len(checkpoints) == 0:
+        raise ValueError("checkpoints must hold at least one checkpoint, got none.")
+    if weights is None:
+        return [1.0] * len(checkpoints)
+    if len(weights) != len(checkpoints):
+        raise ValueError(
+            f"checkpoint_weights must hold one weight a checkpoint ({len(checkpoints)}), "
+            f"got {len(weights)}."
+        )
+    return [float(weight) for weight in weights]
+
+
+@contextmanager
+def loaded(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
+    """Put a checkpoint's weights into a model, and the model's own back afterwards.
+
+    Args:
+        model: The model; its parameters stay the same objects.
+        checkpoint: A state dict, a safetensors file, a folder with safetensors files, or a
+            callable that loads weights into the model it is given (or returns a state dict).
+
+    Yields:
+        Nothing.
+    """
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    try:
+        state = checkpoint(model) if callable(checkpoint) else _read(checkpoint)
+        if isinstance(state, Mapping):
+            _load(model, state)
+        yield
+    finally:
+        model.load_state_dict(own)
+
+
+def _read(checkpoint: Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
+    if isinstance(checkpoint, Mapping):
+        return checkpoint
+    if not isinstance(checkpoint, (str, Path)):
+        raise TypeError(
+            "checkpoints must hold state dicts, paths or callables, got "
+            f"{type(checkpoint).__name__}."
+        )
+    path = Path(checkpoint)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
+        raise ValueError(
+            "checkpoints must name safetensors files or folders that hold them, got "
+            f"{str(path)!r}. Save with save_pretrained or safetensors.torch.save_model, or pass a "
+            "state dict or a callable."
+        )
+    state: dict[str, Tensor] = {}
+    for file in files:
+        state |= load_file(file)
+    return state
+
+
+def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a state dict; names left out must be tied to names that are there."""
+    own = model.state_dict(keep_vars=True)
+    unexpected = sorted(set(state) - set(own))
+    present = {own[name].data_ptr() for name in state if name in own and own[name].numel()}
+    missing = [
+        name
+        for name in own
+        if name not in state and own[name].numel() and own[name].data_ptr() not in present
+    ]
+    if unexpected or missing:
+        raise ValueError(
+            "checkpoints must hold this model's weights, got one with "
+            f"unexpected {unexpected[:3]} and missing {missing[:3]}."
+        )
+    with torch.no_grad():
+        model.load_state_dict(state, strict=False)

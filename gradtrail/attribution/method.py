@@ -1,0 +1,135 @@
+"""What a method is, and the registry that names them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradtrail.attribution.data import Rows
+from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.session import Session
+from gradtrail.options import near_names
+
+__all__ = ["METHODS", "AbstractAttributor", "MethodEntry", "Task", "make_method"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What is to be scored.
+
+    Attributes:
+        train: Training examples.
+        query: Queries.
+        loss: Loss of a training example.
+        query_loss: Loss of a query.
+        batch_size: Training examples a batch.
+        query_batch_size: Queries a batch.
+        per_token: Whether every position is scored on its own.
+    """
+
+    train: Rows
+    query: Rows
+    loss: Loss
+    query_loss: Loss
+    batch_size: int
+    query_batch_size: int
+    per_token: bool = False
+
+
+class AbstractAttributor(abc.ABC):
+    """A method with its options; it scores inside an open session."""
+
+    @abc.abstractmethod
+    def score(self, session: Session, task: Task) -> tuple[Tensor, Tensor | None]:
+        """Score every training example against every query.
+
+        Args:
+            session: The open session.
+            task: Data, losses and batch sizes.
+
+        Returns:
+            Scores ``[n, q]`` or ``[n, s, q]``, and lengths ``[n]`` for the latter.
+        """
+
+    @abc.abstractmethod
+    def self_score(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> Tensor:
+        """Score every training example against itself.
+
+        Args:
+            session: The open session.
+            rows: The training data.
+            loss: Its loss.
+            batch_size: Rows a batch.
+
+        Returns:
+            The diagonal of ``score`` on train against train. Shape ``[n]``.
+        """
+
+    def describe_options(self) -> dict[str, Any]:
+        """The method's options by name, as they go into a result."""
+        return asdict(self) if is_dataclass(self) else {}
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """One registered method.
+
+    Attributes:
+        build: The attributor class.
+        preset: Options the name stands for.
+        checkpoints: Whether it sums over checkpoints.
+    """
+
+    build: Callable[..., AbstractAttributor]
+    preset: Mapping[str, Any]
+    checkpoints: bool = False
+
+
+METHODS: dict[str, MethodEntry] = {}
+
+
+def make_method(
+    method: str | AbstractAttributor, options: Mapping[str, Any]
+) -> tuple[str, AbstractAttributor, bool]:
+    """Turn what a user passed as ``method`` into an attributor.
+
+    Args:
+        method: A registered name or an attributor.
+        options: Method options of the call.
+
+    Returns:
+        Name, attributor, and whether it takes checkpoints.
+
+    Raises:
+        ValueError: If the name is unknown or an option is not the method's.
+        TypeError: If ``method`` is neither a name nor an attributor, or options come twice.
+    """
+    if isinstance(method, AbstractAttributor):
+        if options:
+            raise TypeError(
+                f"method options must be given once, got {sorted(options)} beside a method object. "
+                "Set them on the object."
+            )
+        return type(method).__name__, method, True
+    if not isinstance(method, str):
+        raise TypeError(
+            f"method must be a name or an attributor, got {type(method).__name__}. "
+            f"Names: {', '.join(METHODS)}."
+        )
+    if method not in METHODS:
+        raise ValueError(
+            f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}. "
+            f"Near: {near_names(method, METHODS)}."
+        )
+    entry = METHODS[method]
+    allowed = [f.name for f in fields(entry.build) if f.name not in entry.preset]
+    unknown = sorted(set(options) - set(allowed))
+    if unknown:
+        raise ValueError(
+            f"options of method {method!r} must be among {allowed}, got {unknown}."
+        )
+    return method, entry.build(**{**entry.preset, **options}), entry.checkpoints

@@ -1,0 +1,170 @@
+"""One attribution call: the model, what is captured of it, and passes over data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from gradtrail.attribution.data import Rows, first_tensor, move_batch, tokens_of
+from gradtrail.attribution.digest import DataDigest, model_digest
+from gradtrail.attribution.losses import Loss
+from gradtrail.errors import GradTrailWarning
+from gradtrail.factors import LayerGradient, Projection, project
+from gradtrail.hooks import LivePass, Selection, batch_ids
+from gradtrail.progress import progress_bar
+
+__all__ = ["Batch", "Session"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where a batch stands in its data set.
+
+    Attributes:
+        start: Number of its first row.
+        size: Number of rows.
+        tokens: Positions of every row, padding included.
+        padding_left: Masked positions before the first valid one, by row, or None.
+        lengths: Valid positions by row. Shape ``[b]``.
+    """
+
+    start: int
+    size: int
+    tokens: int
+    padding_left: Tensor | None
+    lengths: Tensor
+
+
+BatchSink = Callable[[Batch, str, LayerGradient], None]
+
+
+@dataclass(eq=False)
+class Session:
+    """A model that is being attributed.
+
+    Attributes:
+        model: The model.
+        selection: The layers to capture.
+        device: Where the batches go.
+        projection: Compression of every layer's gradient, or None.
+        progress: Whether bars are shown.
+    """
+
+    model: nn.Module
+    selection: Selection
+    device: torch.device
+    projection: Projection | None = None
+    progress: bool = True
+    live: LivePass | None = field(default=None, init=False)
+    _passes: int = field(default=0, init=False)
+    _data: dict[str, DataDigest] = field(default_factory=dict, init=False)
+
+    @contextmanager
+    def opened(self, rows: Rows, loss: Loss) -> Iterator[None]:
+        """Freeze the model for the passes made inside.
+
+        Args:
+            rows: Rows to find out with where the layers hold the batch.
+            loss: How the model is run on them.
+
+        Yields:
+            Nothing.
+        """
+        with LivePass(self.model, self.selection) as live:
+            self.live = live
+            if len(rows):
+                tokens = tokens_of(rows.batch([0]))
+                live.probe(lambda copies: self._run(rows, loss, [0] * copies), tokens)
+            self.selection = live.selection
+            yield
+            self._warn_unreached()
+        self.live = None
+
+    def capture(
+        self,
+        rows: Rows,
+        loss: Loss,
+        *,
+        batch_size: int,
+        phase: str,
+        sink: BatchSink,
+        done: Callable[[Batch], None] | None = None,
+    ) -> None:
+        """Capture every example's gradient, one pass over the data.
+
+        Args:
+            rows: The data.
+            loss: One value an example.
+            batch_size: Rows a batch.
+            phase: What the bar says.
+            sink: Receives ``(batch, layer name, gradient)`` inside each backward.
+            done: Called after each batch.
+        """
+        self._passes += 1
+        digest = self._data[phase] = DataDigest()
+        with progress_bar(phase, len(rows), enabled=self.progress) as bar:
+            for start, size, raw in rows.batches(batch_size):
+                values = move_batch(raw, self.device)
+                place = _place(start, size, values)
+                digest.add(_content_ids(values, size))
+
+                def receive(name: str, gradient: LayerGradient, place: Batch = place) -> None:
+                    if self.projection is not None:
+                        gradient = project(name, gradient, self.projection)
+                    sink(place, name, gradient)
+
+                self.live.run(
+                    lambda values=values: loss(self.model, values),
+                    batch=size,
+                    tokens=place.tokens,
+                    sink=receive,
+                )
+                if done is not None:
+                    done(place)
+                bar.update(size)
+
+    def digests(self) -> dict[str, str]:
+        """Digests of the weights and of the data of every pass, by name."""
+        data = {f"{phase}_digest": digest.hexdigest() for phase, digest in self._data.items()}
+        return {"model_digest": model_digest(self.model), **data}
+
+    def _run(self, rows: Rows, loss: Loss, numbers: list[int]) -> Tensor:
+        return loss(self.model, move_batch(rows.batch(numbers), self.device))
+
+    def _warn_unreached(self) -> None:
+        """Name the layers whose gradient was zero for every example of every pass."""
+        missing = self.live.never_reached() if self._passes else ()
+        if missing:
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            warnings.warn(
+                f"No gradient ever reached {len(missing)} captured layers ({shown}): they are "
+                "hooked but never called, or the loss does not depend on them. They score 0.",
+                GradTrailWarning,
+                stacklevel=6,
+            )
+
+
+def _content_ids(batch: object, size: int) -> tuple[str, ...]:
+    """Content ids of a batch's rows, padding left out."""
+    if isinstance(batch, Mapping):
+        return batch_ids(batch, size)
+    main = first_tensor(batch)
+    return batch_ids({} if main is None else {"0": main}, size)
+
+
+def _place(start: int, size: int, batch: object) -> Batch:
+    """Read a batch's valid positions off its attention mask."""
+    tokens = tokens_of(batch)
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    main = first_tensor(batch)
+    if not isinstance(mask, Tensor) or main is None or mask.shape != main.shape[:2]:
+        return Batch(start, size, tokens, None, torch.full((size,), tokens))
+    valid = mask != 0
+    lengths = valid.sum(1)
+    leading = torch.where(lengths > 0, valid.int().argmax(1), torch.zeros_like(lengths))
+    return Batch(start, size, tokens, leading, lengths.cpu())

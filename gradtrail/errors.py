@@ -1,0 +1,17 @@
+"""The exceptions gradtrail raises on top of Python's own."""
+
+from __future__ import annotations
+
+__all__ = ["CaptureError", "GradTrailWarning", "UnsupportedLayerError"]
+
+
+class CaptureError(RuntimeError):
+    """A forward and backward pass from which per-example gradients cannot be told exactly."""
+
+
+class UnsupportedLayerError(NotImplementedError):
+    """A layer, or one configuration of it, whose per-example gradient has no rule."""
+
+
+class GradTrailWarning(UserWarning):
+    """Something the user should know that does not make a number wrong."""

@@ -1,0 +1,64 @@
+"""The algebra of per-example gradients: their factors, inner products and projections."""
+
+from gradtrail.factors.batching import (
+    JoinMemo,
+    concatenate,
+    map_tensors,
+    merge_uses,
+    move,
+    positions_of,
+    select,
+)
+from gradtrail.factors.cost import (
+    Route,
+    accumulation_dtype,
+    cheaper_norm_route,
+    cheaper_route,
+    dense_size,
+    prefers_dense,
+)
+from gradtrail.factors.gram import GramMemo, cross_gram, position_gram
+from gradtrail.factors.materialize import materialize, to_dense
+from gradtrail.factors.norms import squared_norm
+from gradtrail.factors.projection import Projection, mask_coordinates, project
+from gradtrail.factors.types import (
+    DenseGradient,
+    EmbeddingFactors,
+    GradientBlock,
+    LayerGradient,
+    LinearFactors,
+    ScaleFactors,
+    SumGradient,
+)
+
+__all__ = [
+    "DenseGradient",
+    "EmbeddingFactors",
+    "GradientBlock",
+    "GramMemo",
+    "JoinMemo",
+    "LayerGradient",
+    "LinearFactors",
+    "Projection",
+    "Route",
+    "ScaleFactors",
+    "SumGradient",
+    "accumulation_dtype",
+    "cheaper_norm_route",
+    "cheaper_route",
+    "concatenate",
+    "cross_gram",
+    "dense_size",
+    "map_tensors",
+    "mask_coordinates",
+    "materialize",
+    "merge_uses",
+    "move",
+    "position_gram",
+    "positions_of",
+    "prefers_dense",
+    "project",
+    "select",
+    "squared_norm",
+    "to_dense",
+]

@@ -1,0 +1,189 @@
+"""Joining, cutting and moving per-example gradients along the example axis.
+
+Suffixes: b example, s position, k any feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradtrail.factors.types import (
+    DenseGradient,
+    EmbeddingFactors,
+    LayerGradient,
+    LinearFactors,
+    ScaleFactors,
+    SumGradient,
+)
+
+__all__ = ["JoinMemo", "concatenate", "map_tensors", "merge_uses", "move", "positions_of", "select"]
+
+
+class JoinMemo:
+    """Remembers joined activations, so that layers which shared an input still share it."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._joined: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+
+    def join(self, pieces: list[Tensor], positions: int) -> Tensor:
+        """Stack pieces over examples, zero-padded to one number of positions.
+
+        Args:
+            pieces: Tensors ``[b, s, ...]``; the same list objects give the same result.
+            positions: Number of positions of the result.
+
+        Returns:
+            Shape ``[sum of b, positions, ...]``.
+        """
+        key = tuple(id(piece) for piece in pieces)
+        if key not in self._joined:
+            self._joined[key] = (pieces, _stack(pieces, positions))
+        return self._joined[key][1]
+
+
+def concatenate(gradients: Sequence[LayerGradient], memo: JoinMemo | None = None) -> LayerGradient:
+    """Join the gradients of one layer over batches.
+
+    Args:
+        gradients: At least one, all of one layer and kind; lengths may differ and are padded
+            with positions of zero gradient.
+        memo: Keeps inputs shared that were shared between layers.
+
+    Returns:
+        The gradients of all examples in order.
+    """
+    first = gradients[0]
+    if len(gradients) == 1:
+        return first
+    memo = memo or JoinMemo()
+    if isinstance(first, SumGradient):
+        uses = zip(*(gradient.parts for gradient in gradients), strict=True)
+        return SumGradient(tuple(concatenate(use, memo) for use in uses))
+    if isinstance(first, DenseGradient):
+        return replace(first, values_bd=torch.cat([part.values_bd for part in gradients]))
+    positions = max(part.num_positions for part in gradients)
+    if isinstance(first, EmbeddingFactors):
+        return replace(
+            first,
+            index_bs=_stack([part.index_bs for part in gradients], positions),
+            output_gradient_bso=_stack([part.output_gradient_bso for part in gradients], positions),
+        )
+    if isinstance(first, ScaleFactors):
+        return replace(
+            first,
+            activation_bsd=_stack([part.activation_bsd for part in gradients], positions),
+            output_gradient_bsd=_stack([part.output_gradient_bsd for part in gradients], positions),
+        )
+    return replace(
+        first,
+        activation_bsi=memo.join([part.activation_bsi for part in gradients], positions),
+        output_gradient_bso=_stack([part.output_gradient_bso for part in gradients], positions),
+    )
+
+
+def select(gradient: LayerGradient, index: Tensor | slice) -> LayerGradient:
+    """Keep some examples.
+
+    Args:
+        gradient: Gradients of any kind.
+        index: A slice, or example numbers. Shape ``[k]``.
+
+    Returns:
+        The gradients of the chosen examples, views where ``index`` is a slice.
+    """
+    return map_tensors(gradient, lambda tensor: tensor[index])
+
+
+def move(
+    gradient: LayerGradient,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> LayerGradient:
+    """Bring gradients to a device, and their floating parts to a dtype.
+
+    Args:
+        gradient: Gradients of any kind.
+        device: Where to; None leaves them.
+        dtype: Dtype of the floating parts; None leaves it.
+
+    Returns:
+        The moved gradients; nothing is copied that is already there.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        floating = dtype if tensor.is_floating_point() else None
+        return tensor.to(device=device, dtype=floating)
+
+    return map_tensors(gradient, moved)
+
+
+def map_tensors(gradient: LayerGradient, function: Callable[[Tensor], Tensor]) -> LayerGradient:
+    """Apply one function to every tensor of a layer gradient."""
+    if isinstance(gradient, SumGradient):
+        return SumGradient(tuple(map_tensors(part, function) for part in gradient.parts))
+    if isinstance(gradient, DenseGradient):
+        return replace(gradient, values_bd=function(gradient.values_bd))
+    if isinstance(gradient, EmbeddingFactors):
+        return replace(
+            gradient,
+            index_bs=function(gradient.index_bs),
+            output_gradient_bso=function(gradient.output_gradient_bso),
+        )
+    if isinstance(gradient, ScaleFactors):
+        return replace(
+            gradient,
+            activation_bsd=function(gradient.activation_bsd),
+            output_gradient_bsd=function(gradient.output_gradient_bsd),
+        )
+    return replace(
+        gradient,
+        activation_bsi=function(gradient.activation_bsi),
+        output_gradient_bso=function(gradient.output_gradient_bso),
+    )
+
+
+def merge_uses(gradient: LayerGradient) -> LayerGradient:
+    """Join the uses of one parameter along the position axis where they are of one kind.
+
+    Args:
+        gradient: Gradients of any kind.
+
+    Returns:
+        Linear factors where every use is one with the same bias and groups, else the argument.
+    """
+    if not isinstance(gradient, SumGradient):
+        return gradient
+    parts = gradient.parts
+    kinds = {
+        (part.has_bias, part.groups) if isinstance(part, LinearFactors) else None for part in parts
+    }
+    if len(kinds) != 1 or None in kinds:
+        return gradient
+    return replace(
+        parts[0],
+        activation_bsi=torch.cat([part.activation_bsi for part in parts], 1),
+        output_gradient_bso=torch.cat([part.output_gradient_bso for part in parts], 1),
+    )
+
+
+def positions_of(gradient: LayerGradient) -> set[int]:
+    """Numbers of positions of the uses in a layer gradient; empty where it is written out."""
+    parts = gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
+    return {part.num_positions for part in parts if not isinstance(part, DenseGradient)}
+
+
+def _stack(pieces: Sequence[Tensor], positions: int) -> Tensor:
+    """Stack ``[b, s, ...]`` over examples with zero positions added on the right."""
+    padded = []
+    for piece in pieces:
+        missing = positions - piece.shape[1]
+        pad = [0, 0] * (piece.dim() - 2) + [0, missing]
+        padded.append(F.pad(piece, pad) if missing else piece)
+    return torch.cat(padded)

@@ -1,0 +1,119 @@
+"""Two-sided projection of factors: ``P_S G P_A^T`` without forming ``G``.
+
+Choe et al., 2024, section 3, https://arxiv.org/abs/2405.13954.
+
+Suffixes: b example, s position, i layer input, o layer output, k projected side.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+import torch
+from torch import Tensor
+
+from gradtrail.factors.materialize import to_dense, widen
+from gradtrail.factors.projection._random import gaussian, generator_for
+from gradtrail.factors.projection.dense import project_dense
+from gradtrail.factors.projection.options import Projection
+from gradtrail.factors.types import (
+    EmbeddingFactors,
+    LayerGradient,
+    LinearFactors,
+    SumGradient,
+)
+
+__all__ = ["project_factored"]
+
+
+def project_factored(name: str, gradient: LayerGradient, projection: Projection) -> LayerGradient:
+    """Project the input side and the output side of one layer.
+
+    Linear factors and tables stay factors (of ``dim`` by ``dim``). Scales, grouped layers and
+    gradients that are already written out have no two sides to project and take the dense
+    projection to ``dim * dim`` entries where they are larger.
+
+    Args:
+        name: The layer's name.
+        gradient: Gradients of any kind.
+        projection: Dimension and seed.
+
+    Returns:
+        The projected gradients.
+    """
+    if isinstance(gradient, SumGradient):
+        if any(isinstance(part, EmbeddingFactors) for part in gradient.parts):
+            return _project_tied(name, gradient, projection)
+        parts = tuple(project_factored(name, part, projection) for part in gradient.parts)
+        return SumGradient(parts)
+    if isinstance(gradient, EmbeddingFactors):
+        return _project_table(name, gradient, projection)
+    if isinstance(gradient, LinearFactors) and gradient.groups == 1:
+        return _project_linear(name, gradient, projection)
+    return project_dense(name, gradient, projection, dim=projection.dim**2)
+
+
+def _project_linear(name: str, x: LinearFactors, projection: Projection) -> LinearFactors:
+    a_bsi, g_bso = widen(x.activation_bsi, x.output_gradient_bso)
+    width = a_bsi.shape[2] + int(x.has_bias)
+    has_bias = x.has_bias
+    if width > projection.dim:
+        p_ki = _matrix(name, "input", width, projection).to(a_bsi)
+        a_bsi, has_bias = _affine(a_bsi, p_ki, x.has_bias), False
+    if g_bso.shape[2] > projection.dim:
+        g_bso = g_bso @ _matrix(name, "output", g_bso.shape[2], projection).to(g_bso).t()
+    return LinearFactors(a_bsi, g_bso, has_bias)
+
+
+def _affine(a_bsi: Tensor, p_ki: Tensor, has_bias: bool) -> Tensor:  # noqa: FBT001
+    """Multiply ``[a, 1]`` by the matrix without joining the one."""
+    if not has_bias:
+        return a_bsi @ p_ki.t()
+    return torch.addmm(p_ki[:, -1], a_bsi.flatten(0, 1), p_ki[:, :-1].t()).view(
+        *a_bsi.shape[:2], -1
+    )
+
+
+def _project_table(name: str, x: EmbeddingFactors, projection: Projection) -> LayerGradient:
+    (g_bso,) = widen(x.output_gradient_bso)
+    if x.padding_idx is not None:
+        g_bso = g_bso * (x.index_bs != x.padding_idx).unsqueeze(-1)
+    if g_bso.shape[2] > projection.dim:
+        g_bso = g_bso @ _matrix(name, "output", g_bso.shape[2], projection).to(g_bso).t()
+    if x.num_embeddings <= projection.dim:
+        return EmbeddingFactors(x.index_bs, g_bso, x.num_embeddings, x.padding_idx)
+    p_vk = _matrix(name, "input", x.num_embeddings, projection).to(g_bso).t()
+    return LinearFactors(p_vk[x.index_bs], g_bso)
+
+
+def _project_tied(name: str, x: SumGradient, projection: Projection) -> LayerGradient:
+    """Project a ``[v, o]`` weight that is both a table and a projection on the same two sides."""
+    parts = []
+    for part in x.parts:
+        if isinstance(part, LinearFactors):
+            # the projection's rows are the table's: swap its factors, so that "input" is v
+            part = LinearFactors(part.output_gradient_bso, part.activation_bsi)
+            parts.append(_project_linear(name, part, projection))
+        elif isinstance(part, EmbeddingFactors):
+            projected = _project_table(name, part, projection)
+            parts.append(_swap_table(projected))
+        else:
+            return project_dense(name, to_dense(x), projection, dim=projection.dim**2)
+    return SumGradient(tuple(parts))
+
+
+def _swap_table(x: LayerGradient) -> LayerGradient:
+    """Write a small table's reads as linear factors with the row as a one-hot input."""
+    if isinstance(x, EmbeddingFactors):
+        rows = torch.eye(x.num_embeddings, device=x.index_bs.device)
+        return LinearFactors(rows.to(x.output_gradient_bso)[x.index_bs], x.output_gradient_bso)
+    return x
+
+
+def _matrix(name: str, side: str, size: int, projection: Projection) -> Tensor:
+    """One side's matrix ``[k, size]``, drawn once and kept while layers are being projected."""
+    return _cached_matrix(name, side, size, projection.dim, projection.seed)
+
+
+@lru_cache(maxsize=1024)
+def _cached_matrix(name: str, side: str, size: int, dim: int, seed: int) -> Tensor:
+    return gaussian(dim, size, generator_for(seed, name, side))

@@ -1,0 +1,208 @@
+"""One capture: what one forward and its backward know about the hooked layers.
+
+A capture is made by a forward and referenced by that forward's graph alone; whatever happens to
+it (a backward that raised, that never came, or came twice), the next forward starts a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrail.errors import CaptureError
+from gradtrail.factors import LayerGradient, SumGradient
+from gradtrail.hooks.layers import LayerCall
+from gradtrail.hooks.layout import BATCH_FIRST, Layout, batch_first, guess_layout
+from gradtrail.hooks.saved import SavedInput
+from gradtrail.hooks.selection import Owner, Unit
+
+__all__ = ["Anchor", "Capture", "HookedModule", "Sink"]
+
+Sink = Callable[[str, LayerGradient], None]
+
+
+@dataclass(frozen=True, eq=False)
+class HookedModule:
+    """One module with its parts in the captured layers.
+
+    Attributes:
+        name: Dotted name.
+        module: The module.
+        memberships: The captured layers it belongs to, each with its part there.
+    """
+
+    name: str
+    module: nn.Module
+    memberships: tuple[tuple[Unit, Owner], ...]
+
+    @property
+    def owner(self) -> Owner:
+        """Any of its parts: rule and trust are the same in all."""
+        return self.memberships[0][1]
+
+
+class Anchor(torch.autograd.Function):
+    """Copies a tensor that has no graph into one that has, and ends the backward there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:  # noqa: ANN401
+        del ctx, anchor
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # noqa: ANN401
+        del ctx, gradient
+        return None, None
+
+
+@dataclass(eq=False)
+class Capture:
+    """State of one forward and backward.
+
+    Attributes:
+        batch: Number of examples.
+        tokens: Number of positions of one example in the model's own input.
+        sink: Receives each layer's gradient as soon as it is whole.
+        live: Whether outputs without a graph are given one (a pass over a fixed model).
+        layouts: Known layouts by module name; others are guessed.
+        scale: What every output gradient is multiplied by, to undo a mean.
+        refused: By module name, why its examples could not be told apart.
+    """
+
+    batch: int
+    tokens: int
+    sink: Sink
+    live: bool = False
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    scale: float | Tensor | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    completed: set[str] = field(default_factory=set)
+    keep_graph: bool = False
+    reentrant: bool = False
+    _expected: dict[str, int] = field(default_factory=dict)
+    _parts: dict[str, list[LayerGradient]] = field(default_factory=dict)
+    _arrived: dict[str, int] = field(default_factory=dict)
+    _saved: list[SavedInput] = field(default_factory=list)
+    _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+
+    def on_call(
+        self,
+        hooked: HookedModule,
+        call: LayerCall,
+        output: Tensor,
+        *,
+        recomputed: bool,
+    ) -> Tensor:
+        """Take note of one call of a hooked module.
+
+        Args:
+            hooked: The module.
+            call: What its rule keeps, batch axis as the module saw it.
+            output: What the call returned.
+            recomputed: Whether this is activation checkpointing running the forward again.
+
+        Returns:
+            The output to go on with; another tensor only in a live pass, at the lowest layers.
+        """
+        if not recomputed:
+            self.called.add(hooked.name)
+        if not torch.is_grad_enabled():
+            self.reentrant = self.reentrant or self.live
+            self._expect(hooked, recomputed=recomputed)
+            return output
+        layout = self.layouts.get(hooked.name) or guess_layout(
+            tuple(call.inputs.shape), self.batch, self.tokens
+        )
+        if layout.kind == "expand":
+            layout = BATCH_FIRST if call.inputs.shape[0] == self.batch else Layout("shared")
+        if layout.reason is not None:
+            self.refused[hooked.name] = layout.reason
+            return output
+        if not output.requires_grad:
+            if not self.live:
+                return output
+            output = Anchor.apply(output, self._anchor)
+        self._expect(hooked, recomputed=recomputed)
+        saved = self._save(call)
+        output.register_hook(partial(self._on_gradient, hooked, layout, saved, tuple(call.extras)))
+        return output
+
+    def end_forward(self) -> None:
+        """Stop telling shared inputs apart: the forward is over."""
+        for saved in self._saved[-4:]:
+            saved.close()
+
+    def missing(self, units: tuple[Unit, ...]) -> tuple[str, ...]:
+        """Names of the layers that no gradient reached."""
+        return tuple(unit.name for unit in units if unit.name not in self.completed)
+
+    def finish(self) -> None:
+        """End the backward: hand on what waited for calls that brought nothing, let go of all."""
+        for name in list(self._parts):
+            self._emit(name)
+        for saved in self._saved:
+            saved.finish(keep=self.keep_graph)
+        self._arrived.clear()
+        if not self.keep_graph:
+            self._saved.clear()
+
+    def _expect(self, hooked: HookedModule, *, recomputed: bool) -> None:
+        if not recomputed:
+            for unit, _ in hooked.memberships:
+                self._expected[unit.name] = self._expected.get(unit.name, 0) + 1
+
+    def _save(self, call: LayerCall) -> SavedInput:
+        """Save a call's tensors, once for the layers that read the same ones in a row."""
+        tensors = (call.inputs, *call.extras.values())
+        saved = next((one for one in reversed(self._saved[-4:]) if one.holds(tensors)), None)
+        if saved is None:
+            saved = SavedInput(tensors)
+            self._saved.append(saved)
+            if len(self._saved) > 4:
+                self._saved[-5].close()
+        saved.add_reader(tensors, self._anchor)
+        return saved
+
+    def _on_gradient(
+        self,
+        hooked: HookedModule,
+        layout: Layout,
+        saved: SavedInput,
+        extras: tuple[str, ...],
+        output_gradient: Tensor,
+    ) -> None:
+        tensors, derived = saved.read(hooked.name)
+        with torch.no_grad():
+            inputs = batch_first(tensors[0], layout, self.batch, self.tokens)
+            gradient = batch_first(output_gradient, layout, self.batch, self.tokens)
+            if inputs is None or gradient is None:
+                raise CaptureError(
+                    f"{hooked.name} must see one row or axis entry for each of the {self.batch} "
+                    f"examples, got input {tuple(tensors[0].shape)} and output gradient "
+                    f"{tuple(output_gradient.shape)}. Leave it out or use batch size 1."
+                )
+            if self.scale is not None:
+                gradient = gradient * self.scale
+            if layout.kind != "axis" or layout.axis:
+                derived = derived.setdefault("layout", {})
+            call = LayerCall(inputs, dict(zip(extras, tensors[1:], strict=True)), derived)
+            for unit, owner in hooked.memberships:
+                part = owner.rule.layer_gradient(hooked.module, call, gradient, owner.roles)
+                self._add(unit.name, part)
+
+    def _add(self, name: str, part: LayerGradient) -> None:
+        self._parts.setdefault(name, []).append(part)
+        self._arrived[name] = self._arrived.get(name, 0) + 1
+        if self._arrived[name] == self._expected.get(name):
+            self._emit(name)
+
+    def _emit(self, name: str) -> None:
+        parts = self._parts.pop(name)
+        self.completed.add(name)
+        self.sink(name, parts[0] if len(parts) == 1 else SumGradient(tuple(parts)))

@@ -1,0 +1,113 @@
+"""Keeping a layer's input until its output gradient arrives, the way autograd would.
+
+The input is saved through autograd itself, in a side graph that is never run backward: so it goes
+through the hooks of activation checkpointing and offloading (and is recomputed when it is needed,
+not held), and an input that was changed in place is noticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrail.errors import CaptureError
+
+__all__ = ["SavedInput"]
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors and gives back a scalar whose node holds them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:  # noqa: ANN401
+        return (None,) * (1 + len(ctx.saved_tensors))
+
+
+class SavedInput:
+    """One input tensor (with the extras of its rule), shared by the layers that read it."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        """Start without readers.
+
+        Args:
+            tensors: What to keep, the layer's main input first.
+        """
+        self._source = tuple((tensor, tensor._version) for tensor in tensors)  # noqa: SLF001
+        self._nodes: list[Any] = []
+        self._remaining = 0
+        self._value: tuple[tuple[Tensor, ...], dict[object, Tensor]] | None = None
+
+    def holds(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Tell whether these are the very tensors held, unchanged since."""
+        return len(tensors) == len(self._source) and all(
+            tensor is held and tensor._version == version  # noqa: SLF001
+            for tensor, (held, version) in zip(tensors, self._source, strict=True)
+        )
+
+    def add_reader(self, tensors: tuple[Tensor, ...], anchor: Tensor) -> None:
+        """Count one more layer that will read, and save the tensors for it.
+
+        Every reader saves, though one copy of the reference would do: so the order of what is
+        saved is the same when activation checkpointing runs a part of the forward again.
+
+        Args:
+            tensors: What to keep, the same as at the start.
+            anchor: A scalar that requires grad, so that autograd records the node.
+        """
+        self._nodes.append(_Save.apply(anchor, *(tensor.detach() for tensor in tensors)).grad_fn)
+        self._remaining += 1
+
+    def close(self) -> None:
+        """Stop holding the tensors that readers are told apart by."""
+        self._source = ()
+
+    def read(self, layer: str) -> tuple[tuple[Tensor, ...], dict[object, Tensor]]:
+        """Give the tensors back, with a cache for what readers derive from them.
+
+        Args:
+            layer: Name of the layer that asks, for the error.
+
+        Returns:
+            The saved tensors and the cache; the last reader's call lets go of both.
+
+        Raises:
+            CaptureError: If a tensor was changed in place or let go.
+        """
+        if not self._nodes:
+            raise CaptureError(
+                f"{layer} must meet one backward a forward, got another one. "
+                "Pass retain_graph=True to the first."
+            )
+        if self._value is None:
+            try:
+                self._value = (self._nodes[0].saved_tensors, {})
+            except RuntimeError as error:
+                if "inplace operation" not in str(error):
+                    raise
+                raise CaptureError(
+                    f"The input of {layer} must stay as the layer read it until the backward, "
+                    "got one that was changed in place. Use an out-of-place operation there."
+                ) from error
+        value = self._value
+        self._remaining -= 1
+        if self._remaining <= 0:
+            self._value = None
+        return value
+
+    def finish(self, *, keep: bool) -> None:
+        """End a backward.
+
+        Args:
+            keep: Whether another backward through the same graph may come.
+        """
+        self._value = None
+        self._remaining = len(self._nodes)
+        if not keep:
+            self._nodes.clear()

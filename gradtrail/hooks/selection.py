@@ -1,0 +1,283 @@
+"""Which layers are captured: rules, choices, shared parameters, and the coverage they give."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from gradtrail.errors import UnsupportedLayerError
+from gradtrail.hooks.coverage import Coverage, ParameterCoverage
+from gradtrail.hooks.layers import LAYERS, AbstractLayerRule, Roles
+from gradtrail.options import near_names
+
+__all__ = ["LayerChoice", "Owner", "Selection", "Unit", "select_layers"]
+
+_Pattern: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+LayerChoice: TypeAlias = _Pattern | Sequence[_Pattern] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """One module's part in a unit.
+
+    Attributes:
+        name: Dotted name of the module.
+        module: The module.
+        rule: Its layer rule.
+        roles: Which of its parameters belong to the unit.
+        trusted: False where the module's class brings its own ``forward``.
+    """
+
+    name: str
+    module: nn.Module
+    rule: AbstractLayerRule
+    roles: Roles
+    trusted: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One captured layer: a parameter (with its bias) and every module that uses it.
+
+    Attributes:
+        name: The first owner's name, with ``.bias`` added for a bias on its own.
+        owners: The modules whose gradients add up.
+    """
+
+    name: str
+    owners: tuple[Owner, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The captured layers and the fate of every parameter.
+
+    Attributes:
+        units: Captured layers in the model's order.
+        coverage: Every parameter with its status.
+        explicit: Whether the user named layers.
+    """
+
+    units: tuple[Unit, ...]
+    coverage: Coverage
+    explicit: bool
+
+
+@dataclass(eq=False)
+class _Use:
+    """One parameter of one module while a selection is being made."""
+
+    module_name: str
+    module: nn.Module
+    role: str
+    rule: AbstractLayerRule | None
+    trusted: bool
+    reason: str
+
+
+def select_layers(
+    model: nn.Module,
+    *,
+    layers: LayerChoice = None,
+    exclude: LayerChoice = None,
+    include_frozen: bool = False,
+) -> Selection:
+    """Choose the layers to capture.
+
+    Args:
+        model: The model.
+        layers: Glob patterns on dotted names, module types or a callable ``(name, module)``;
+            a pattern that names a container takes everything in it. None: every layer.
+        exclude: The same, for what to leave out.
+        include_frozen: Whether parameters that are not trained count too.
+
+    Returns:
+        The captured layers; modules that share a parameter are chosen or left out together.
+
+    Raises:
+        UnsupportedLayerError: If ``layers`` names a layer that has no rule.
+        ValueError: If a pattern matches nothing or nothing is left to capture.
+    """
+    uses = _parameter_uses(model)
+    supported = {use.module_name: use for group in uses.values() for use in group if not use.reason}
+    wanted = _matching(model, layers, "layers", supported) if layers is not None else None
+    unwanted = _matching(model, exclude, "exclude", supported) if exclude is not None else set()
+    names = dict(_first_names(model))
+    entries, chosen = [], {}
+    for key, group in uses.items():
+        entry = _decide(names[key], group, wanted, unwanted, include_frozen=include_frozen)
+        entries.append(entry)
+        if entry.status == "covered":
+            chosen[key] = group
+    if wanted is not None and not chosen:
+        _refuse_empty(wanted, uses)
+    if not chosen and layers is not None:
+        raise ValueError("layers must match a layer with a trained parameter, got none.")
+    units, layer_of = _build_units(chosen)
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    units.sort(key=lambda unit: order[unit.owners[0].name])
+    named_entries = [
+        ParameterCoverage(entry.name, entry.numel, "covered", layer_of[key])
+        if entry.status == "covered"
+        else entry
+        for key, entry in zip(uses, entries, strict=True)
+    ]
+    return Selection(tuple(units), Coverage(tuple(named_entries)), layers is not None)
+
+
+def _first_names(model: nn.Module) -> Iterable[tuple[int, tuple[str, nn.Parameter]]]:
+    for name, parameter in model.named_parameters():
+        yield id(parameter), (name, parameter)
+
+
+def _parameter_uses(model: nn.Module) -> dict[int, list[_Use]]:
+    """List, for every parameter, the modules that own it and whether a rule serves them."""
+    uses: dict[int, list[_Use]] = {id(parameter): [] for parameter in model.parameters()}
+    for module_name, module in model.named_modules():
+        found = LAYERS.find(module)
+        for role, parameter in module._parameters.items():  # noqa: SLF001  # the dict itself keeps duplicates
+            if parameter is None:
+                continue
+            rule, trusted, reason = None, True, ""
+            if found is None or role not in ("weight", "bias"):
+                reason = f"{type(module).__name__} has no rule for {role!r}"
+            else:
+                rule, cls = found
+                trusted = _is_trusted(module, cls)
+                reason = rule.refusal(module) or ""
+            uses[id(parameter)].append(_Use(module_name, module, role, rule, trusted, reason))
+    return uses
+
+
+def _is_trusted(module: nn.Module, cls: type[nn.Module] | None) -> bool:
+    """Whether the module runs the forward its rule was written for."""
+    if cls is None:
+        return type(module).__name__ == "Conv1D"
+    return type(module).forward is cls.forward and "forward" not in vars(module)
+
+
+def _decide(
+    named: tuple[str, nn.Parameter],
+    group: list[_Use],
+    wanted: set[str] | None,
+    unwanted: set[str],
+    *,
+    include_frozen: bool,
+) -> ParameterCoverage:
+    name, parameter = named
+    numel = parameter.numel()
+    owners = {use.module_name for use in group}
+    if not parameter.requires_grad and not include_frozen:
+        return ParameterCoverage(name, numel, "left out", reason="frozen")
+    if owners & unwanted:
+        return ParameterCoverage(name, numel, "left out", reason="excluded")
+    if wanted is not None and not owners & wanted:
+        return ParameterCoverage(name, numel, "left out", reason="not among the chosen layers")
+    reasons = sorted({use.reason for use in group if use.reason})
+    if not parameter.is_floating_point():
+        reasons.append(f"its dtype {parameter.dtype} has no gradient")
+    if reasons:
+        return ParameterCoverage(name, numel, "unsupported", reason="; ".join(reasons))
+    return ParameterCoverage(name, numel, "covered")
+
+
+def _build_units(chosen: dict[int, list[_Use]]) -> tuple[list[Unit], dict[int, str]]:
+    """Group parameters into layers: weight with bias where neither is shared."""
+    shared = {key for key, group in chosen.items() if len(group) > 1}
+    units: list[Unit] = []
+    layer_of: dict[int, str] = {}
+    by_module: dict[int, dict[str, int]] = {}
+    for key, group in chosen.items():
+        if key in shared:
+            first = group[0]
+            name = first.module_name if first.role == "weight" else f"{first.module_name}.bias"
+            units.append(Unit(name, tuple(_owner(use, {use.role}) for use in group)))
+            layer_of[key] = name
+        else:
+            by_module.setdefault(id(group[0].module), {})[group[0].role] = key
+    for roles in by_module.values():
+        first = chosen[next(iter(roles.values()))][0]
+        name = first.module_name if "weight" in roles else f"{first.module_name}.bias"
+        units.append(Unit(name, (_owner(first, set(roles)),)))
+        layer_of.update(dict.fromkeys(roles.values(), name))
+    return units, layer_of
+
+
+def _owner(use: _Use, roles: set[str]) -> Owner:
+    return Owner(
+        use.module_name,
+        use.module,
+        use.rule,
+        Roles("weight" in roles, "bias" in roles),
+        use.trusted,
+    )
+
+
+def _matching(
+    model: nn.Module, choice: LayerChoice, option: str, supported: dict[str, _Use]
+) -> set[str]:
+    """Names of the modules that a choice takes."""
+    patterns = list(choice) if isinstance(choice, (list, tuple, set, frozenset)) else [choice]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    taken: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name, module in modules.items() if _hit(pattern, name, module)}
+        inside = {
+            name
+            for name in modules
+            if any(name.startswith(f"{hit}.") for hit in hits if hit) or ("" in hits and name)
+        }
+        found = {name for name in hits | inside if _owns_parameters(modules[name])}
+        if not found:
+            near = near_names(str(pattern), supported)
+            raise ValueError(
+                f"{option} must match a layer of the model, got {pattern!r}, which matches none. "
+                f"Near names: {near}."
+            )
+        if option == "layers" and isinstance(pattern, str) and pattern in modules:
+            _refuse_unsupported(pattern, modules[pattern], supported)
+        taken |= found
+    first_names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    return {first_names[id(modules[name])] for name in taken}
+
+
+def _hit(pattern: _Pattern, name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(name, pattern)
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return bool(pattern(name, module))
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return any(parameter is not None for parameter in module._parameters.values())  # noqa: SLF001
+
+
+def _refuse_unsupported(name: str, module: nn.Module, supported: dict[str, _Use]) -> None:
+    """Refuse a layer that was asked for by its full name but has no rule."""
+    if name in supported or not _owns_parameters(module) or any(True for _ in module.children()):
+        return
+    found = LAYERS.find(module)
+    reason = found[0].refusal(module) if found else f"{type(module).__name__} has no rule"
+    raise UnsupportedLayerError(
+        f"layers must name supported layers, got {name!r}: {reason}. Leave it out."
+    )
+
+
+def _refuse_empty(wanted: set[str], uses: dict[int, list[_Use]]) -> None:
+    """Say why none of the layers that were asked for can be captured."""
+    reasons = sorted(
+        {
+            f"{use.module_name}: {use.reason or 'its parameters are frozen (include_frozen=True)'}"
+            for group in uses.values()
+            for use in group
+            if use.module_name in wanted
+        }
+    )
+    raise ValueError(
+        "layers must leave something to capture, got none: " + "; ".join(reasons[:5]) + "."
+    )

@@ -1,0 +1,206 @@
+"""The module hooks of a selection, and which capture they report to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrail.errors import UnsupportedLayerError
+from gradtrail.hooks.capture import Capture, HookedModule
+from gradtrail.hooks.intercept import WeightWatcher
+from gradtrail.hooks.selection import Unit
+from gradtrail.hooks.verify import verify_call
+
+__all__ = ["Taps"]
+
+
+class Taps:
+    """Installs hooks on the modules of some captured layers and takes them off again."""
+
+    def __init__(self, units: tuple[Unit, ...]) -> None:
+        """Find the modules.
+
+        Args:
+            units: The captured layers.
+        """
+        self.current: Capture | None = None
+        self.running: Capture | None = None
+        self.shapes: dict[str, list[tuple[int, ...]]] | None = None
+        self.modules = _hooked_modules(units)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._watchers: dict[str, list[WeightWatcher]] = {}
+        self._verified: set[str] = set()
+
+    def install(self) -> None:
+        """Put the hooks on."""
+        for hooked in self.modules:
+            # forward hooks that dynamo steps over: they must see real tensors
+            before, after = self._hooks(hooked)
+            if before is not None:
+                handle = hooked.module.register_forward_pre_hook(before, with_kwargs=True)
+                self._handles.append(handle)
+            handle = hooked.module.register_forward_hook(
+                after, with_kwargs=True, always_call=not hooked.owner.trusted
+            )
+            self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def forward(self, capture: Capture) -> Iterator[None]:
+        """Report the calls made inside to a capture."""
+        outer, self.current = self.current, capture
+        try:
+            yield
+        finally:
+            self.current = outer
+            capture.end_forward()
+
+    @contextmanager
+    def backward(self, capture: Capture) -> Iterator[None]:
+        """Report the calls that a backward makes (recomputation) to a capture."""
+        outer, self.running = self.running, capture
+        try:
+            yield
+        finally:
+            self.running = outer
+
+    @contextmanager
+    def recording_shapes(self) -> Iterator[dict[str, list[tuple[int, ...]]]]:
+        """Only note the shape of every hooked module's input, call by call."""
+        self.shapes = {}
+        try:
+            yield self.shapes
+        finally:
+            self.shapes = None
+
+    @property
+    def _active(self) -> Capture | None:
+        return self.current if self.current is not None else self.running
+
+    def _hooks(self, hooked: HookedModule) -> tuple[Any, Any]:
+        rule = hooked.owner.rule
+
+        def report(inputs: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
+            call = rule.keep(hooked.module, inputs, kwargs)
+            if self.shapes is not None:
+                self.shapes.setdefault(hooked.name, []).append(tuple(call.inputs.shape))
+                return output
+            capture = self._active
+            if not isinstance(output, Tensor):
+                raise UnsupportedLayerError(
+                    f"{hooked.name} must return a tensor, got {type(output).__name__}."
+                )
+            return capture.on_call(hooked, call, output, recomputed=self.current is None)
+
+        if hooked.owner.trusted:
+            return self._trusted_hooks(hooked, report)
+        if rule.elementwise:
+            return None, self._checked(hooked, report)
+        return self._watching_hooks(hooked, report)
+
+    def _trusted_hooks(self, hooked: HookedModule, report: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+            batch = self._expand_to(hooked)
+            index = args[0] if args else kwargs.get("input")
+            if batch is None or index is None or index.dim() == 0 or index.shape[0] != 1:
+                return None
+            expanded = index.expand(batch, *index.shape[1:])
+            return ((expanded, *args[1:]), kwargs) if args else ((), {"input": expanded})
+
+        def after(
+            _module: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            output: Any,  # noqa: ANN401
+        ) -> Any:  # noqa: ANN401
+            if self._active is None and self.shapes is None:
+                return None
+            return report(args, kwargs, output)
+
+        expandable = isinstance(hooked.module, nn.Embedding)
+        return (before if expandable else None), after
+
+    def _checked(self, hooked: HookedModule, report: Any) -> Any:  # noqa: ANN401
+        """A hook that checks the rule on the module's first call before it relies on it."""
+
+        def after(
+            module: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            output: Any,  # noqa: ANN401
+        ) -> Any:  # noqa: ANN401
+            if self._active is None and self.shapes is None:
+                return None
+            self._verify(hooked, module, args, kwargs)
+            return report(args, kwargs, output)
+
+        return after
+
+    def _watching_hooks(self, hooked: HookedModule, report: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        """Hooks around a module's own forward that watch the operation reading its weight."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._active is None and self.shapes is None:
+                return
+            self._verify(hooked, module, args, kwargs)
+            watcher = WeightWatcher(
+                module,
+                lambda inputs, output: report(inputs, {}, output),
+                expand_to=self._expand_to(hooked),
+            )
+            self._watchers.setdefault(hooked.name, []).append(watcher)
+            watcher.__enter__()
+
+        def after(*_: Any) -> None:  # noqa: ANN401
+            stack = self._watchers.get(hooked.name)
+            if stack:
+                stack.pop().__exit__(None, None, None)
+
+        return before, after
+
+    def _verify(
+        self, hooked: HookedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if hooked.name in self._verified:
+            return
+        self._verified.add(hooked.name)
+        paused = (self.current, self.running, self.shapes)
+        self.current = self.running = self.shapes = None
+        try:
+            reason = verify_call(module, hooked.owner.rule, args, kwargs)
+        finally:
+            self.current, self.running, self.shapes = paused
+        if reason is not None:
+            raise UnsupportedLayerError(
+                f"{hooked.name} must have the gradient its layer kind has, got a "
+                f"{type(module).__name__} whose own forward differs: {reason}. Leave it out."
+            )
+
+    def _expand_to(self, hooked: HookedModule) -> int | None:
+        """Number of examples to expand a position table's input to, in a live pass."""
+        capture = self._active
+        if capture is None or not capture.live:
+            return None
+        layout = capture.layouts.get(hooked.name)
+        return capture.batch if layout is not None and layout.kind == "expand" else None
+
+
+def _hooked_modules(units: tuple[Unit, ...]) -> tuple[HookedModule, ...]:
+    """Gather, for every module, the captured layers it belongs to."""
+    members: dict[int, list[tuple[Unit, Any]]] = {}
+    for unit in units:
+        for owner in unit.owners:
+            members.setdefault(id(owner.module), []).append((unit, owner))
+    return tuple(
+        HookedModule(pairs[0][1].name, pairs[0][1].module, tuple(pairs))
+        for pairs in members.values()
+    )
