@@ -2,27 +2,36 @@
 
 from gradtrail.attribution import (
     AttributionScores,
+    CheckReport,
     InnerProductAttributor,
+    Plan,
     attribute,
+    check,
     coverage,
+    plan,
     self_influence,
 )
 from gradtrail.errors import CaptureError, GradTrailWarning, UnsupportedLayerError
 from gradtrail.factors import Projection
-from gradtrail.hooks import Coverage, example_id
+from gradtrail.hooks import Coverage, HookManager, example_id
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttributionScores",
     "CaptureError",
+    "CheckReport",
     "Coverage",
     "GradTrailWarning",
+    "HookManager",
     "InnerProductAttributor",
+    "Plan",
     "Projection",
     "UnsupportedLayerError",
     "attribute",
+    "check",
     "coverage",
     "example_id",
+    "plan",
     "self_influence",
 ]

@@ -55,30 +55,36 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     parameters during the call and is left as it was found, random generators included.
 
     ``train`` and ``query`` are a ``Dataset``, a list of rows, a Hugging Face data set or a
-    ``DataLoader`` that does not shuffle. ``loss`` is ``(model, batch) -> [b]``, one summed loss an
-    example; None infers it from ``labels`` or an ``(inputs, targets)`` pair. A loss that returns a
-    scalar needs ``loss_reduction``. ``query_loss`` is the queries' own loss; for a measurement
-    that should go up pass its negative. ``layers`` and ``exclude`` are glob patterns on dotted
-    names, module types or callables ``(name, module) -> bool``. ``collate_fn=None`` pads rows of
-    ``input_ids`` and otherwise uses torch's default collator. ``device=None`` is the model's own.
-    ``checkpoints`` (state dicts, safetensors files or folders, or callables) are summed with
-    ``checkpoint_weights`` (TracIn: the learning rates). ``projection`` compresses every layer's
-    gradient: a ``Projection``, its kind, or the side of a factored one.
+    ``DataLoader`` that does not shuffle. With ``collate_fn=None`` rows of ``input_ids`` are padded
+    and others go through torch's default collator. ``loss=None`` infers the loss from ``labels``
+    or an ``(inputs, targets)`` pair. For a measurement that should go up pass its negative
+    as ``query_loss``. Layers are named by glob patterns on dotted names, module types or callables
+    ``(name, module) -> bool``; a pattern that names a container takes everything in it.
 
     Args:
         model: The trained model.
         train: Training examples, ``n`` rows.
         query: Queries, ``q`` rows.
-        method: A registered name (``"graddot"``, ``"gradcos"``, ``"tracin"``) or an attributor.
-        granularity: ``"token"`` gives one share a position, ``[n, s, q]``; they sum to the score.
+        method: ``"graddot"``, ``"gradcos"``, ``"tracin"`` or an attributor.
+        loss: ``(model, batch) -> [b]``, one summed loss an example; None infers it.
+        query_loss: The queries' own loss; None means ``loss``.
+        loss_reduction: How a loss that returns a scalar was reduced.
+        layers: Which layers; None means every supported one with a trained parameter.
+        exclude: Which layers to leave out.
+        batch_size: Training examples a batch.
+        query_batch_size: Queries a batch; None means ``batch_size``.
+        collate_fn: Makes a batch of a list of rows.
+        device: Where the model is; None asks the model.
+        checkpoints: State dicts, safetensors files or folders, or callables, to sum over.
+        checkpoint_weights: One factor a checkpoint (TracIn: the learning rate); None means 1.
+        granularity: ``"token"`` gives one share a position, ``[n, s, q]``.
+        projection: A ``Projection``, its kind, or the side of a factored one.
+        progress: Whether bars are shown.
+        seed: Seed of a projection given by kind or side.
         **method_options: Options of the method, such as ``normalize``.
 
     Returns:
         Scores ``[n, q]``; row ``i`` is ``train[i]``.
-
-    Raises:
-        ValueError: If checkpoints are missing where the method sums over them, or given where it
-            does not. Other errors come from the parts and name the argument.
 
     References:
         Pruthi et al., 2020, eq. 1, https://arxiv.org/abs/2002.08484
@@ -143,12 +149,23 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     """Score every training example against itself: how much does it stand on its own?
 
     The diagonal of ``attribute(model, train, train)`` without forming ``n`` by ``n`` scores.
-    Arguments are those of ``attribute``.
 
     Args:
         model: The trained model.
         train: Training examples, ``n`` rows.
-        method: A registered name or an attributor.
+        method: As in ``attribute``.
+        loss: As in ``attribute``.
+        loss_reduction: As in ``attribute``.
+        layers: As in ``attribute``.
+        exclude: As in ``attribute``.
+        batch_size: Training examples a batch.
+        collate_fn: As in ``attribute``.
+        device: As in ``attribute``.
+        checkpoints: As in ``attribute``.
+        checkpoint_weights: As in ``attribute``.
+        projection: As in ``attribute``.
+        progress: Whether a bar is shown.
+        seed: As in ``attribute``.
         **method_options: Options of the method.
 
     Returns:

@@ -16,9 +16,7 @@ __all__ = ["Checkpoint", "weights_of", "loaded"]
 Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path | Callable[[nn.Module], Any]
 
 
-def weights_of(
-    checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None
-) -> list[float]:
+def weights_of(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
     """Check the weights of checkpoints.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data import default_collate as torch_collate
 
-__all__ = ["Rows", "as_rows", "batch_length", "move_batch", "pad_rows", "tokens_of"]
+__all__ = ["Collate", "Rows", "as_rows", "move_batch", "pad_rows"]
 
 Collate = Callable[[list[Any]], Any]
 
@@ -177,38 +177,3 @@ def move_batch(batch: Any, device: torch.device) -> Any:  # noqa: ANN401
         moved = {f.name: move_batch(getattr(batch, f.name), device) for f in fields(batch)}
         return replace(batch, **moved)
     return batch
-
-
-def first_tensor(batch: Any) -> Tensor | None:  # noqa: ANN401
-    """Find the model's main input: ``input_ids`` where there is one, else the first tensor."""
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        preferred = batch.get("input_ids", None)
-        values = [preferred, *batch.values()] if preferred is not None else list(batch.values())
-    elif isinstance(batch, (tuple, list)):
-        values = list(batch)
-    elif is_dataclass(batch):
-        values = [getattr(batch, f.name) for f in fields(batch)]
-    else:
-        return None
-    found = (first_tensor(value) for value in values)
-    return next((tensor for tensor in found if tensor is not None), None)
-
-
-def batch_length(batch: Any) -> int | None:  # noqa: ANN401
-    """Number of examples: the leading size of the main input, or None without one."""
-    tensor = first_tensor(batch)
-    return tensor.shape[0] if tensor is not None and tensor.dim() else None
-
-
-def tokens_of(batch: Any) -> int:  # noqa: ANN401
-    """Number of positions of one example: the sizes between batch and features."""
-    tensor = first_tensor(batch)
-    if tensor is None:
-        return 1
-    sides = tensor.shape[1:-1] if tensor.is_floating_point() else tensor.shape[1:]
-    count = 1
-    for side in sides:
-        count *= side
-    return count

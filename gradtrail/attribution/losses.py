@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradtrail.attribution.data import batch_length
+from gradtrail.hooks import batch_length, counted_labels, model_kind
 from gradtrail.options import check_choice
 
-__all__ = ["Loss", "LossReduction", "call_model", "counted_labels", "resolve_loss"]
+__all__ = ["Loss", "LossReduction", "call_model", "resolve_loss"]
 
 LossReduction: TypeAlias = Literal["sum", "mean", "token_mean"]
 _LOGGER = logging.getLogger("gradtrail")
-_SHIFTED = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")
-_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 
 
 class Loss:
@@ -116,24 +114,9 @@ def call_model(model: nn.Module, batch: Mapping[str, Any], *, keep_labels: bool 
     return model(**tensors)
 
 
-def counted_labels(model: nn.Module, labels: Tensor) -> Tensor:
-    """Count the labels that enter the loss.
-
-    Args:
-        model: The model, which decides whether labels are shifted.
-        labels: Integer labels, -100 where none counts. Shape ``[b, s]`` or ``[b]``.
-
-    Returns:
-        The count, a scalar tensor on the labels' device.
-    """
-    if labels.dim() > 1 and _kind(model) == "causal":
-        labels = labels[:, 1:]
-    return (labels != -100).sum()
-
-
 def _inferred(model: nn.Module, batch: Any) -> tuple[Tensor, str]:  # noqa: ANN401
     if isinstance(batch, Mapping) and "labels" in batch:
-        kind = _kind(model)
+        kind = model_kind(model)
         output = call_model(model, batch, keep_labels=kind == "encoder-decoder")
         return _labelled(kind, _logits(output), batch["labels"], model)
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
@@ -231,20 +214,6 @@ def _undivided(value: Tensor, reduction: LossReduction, model: nn.Module, batch:
         labels = counted_labels(model, batch["labels"])
         value = torch.where(labels > 0, value * labels, torch.zeros_like(value))
     return F.pad(value.reshape(1), (0, count - 1))
-
-
-def _kind(model: nn.Module) -> str | None:
-    """Tell causal, encoder-decoder and position-wise language models apart by their class."""
-    for module in model.modules():
-        name = type(module).__name__
-        config = getattr(module, "config", None)
-        if getattr(config, "is_encoder_decoder", False):
-            return "encoder-decoder"
-        if any(part in name for part in _SHIFTED) or name.endswith("ForConditionalGeneration"):
-            return "causal"
-        if any(part in name for part in _UNSHIFTED):
-            return "position"
-    return None
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -129,7 +129,5 @@ def make_method(
     allowed = [f.name for f in fields(entry.build) if f.name not in entry.preset]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise ValueError(
-            f"options of method {method!r} must be among {allowed}, got {unknown}."
-        )
+        raise ValueError(f"options of method {method!r} must be among {allowed}, got {unknown}.")
     return method, entry.build(**{**entry.preset, **options}), entry.checkpoints

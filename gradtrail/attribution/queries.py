@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradtrail.factors import (
@@ -20,10 +19,11 @@ from gradtrail.factors import (
     map_tensors,
     prefers_dense,
     squared_norm,
+    tensors_of,
     to_dense,
 )
 
-__all__ = ["QuerySide"]
+__all__ = ["QuerySide", "query_form"]
 
 
 @dataclass(eq=False)
@@ -98,30 +98,23 @@ class QuerySide:
     @property
     def nbytes(self) -> int:
         """Bytes that the collected gradients take; a shared input counts once."""
-        seen: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        for gradient in self.layers.values():
-            map_tensors(gradient, note)
-        return sum(seen.values())
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for gradient in self.layers.values()
+            for tensor in tensors_of(gradient)
+        }
+        return sum(storages.values())
 
     def _open(self, name: str, gradient: LayerGradient) -> None:
-        """Choose a layer's form by the cost rule and what is left of the budget."""
-        size = dense_size(gradient)
-        probe = _any_tensor(gradient)
-        dtype = accumulation_dtype(probe.dtype)
-        nbytes = size * self._num_query * dtype.itemsize
-        written = prefers_dense(gradient, num_train=self._num_train, num_query=self._num_query)
-        if not isinstance(gradient, DenseGradient) and (not written or nbytes > self._left):
+        """Choose a layer's form and make room for it."""
+        written, size = query_form(gradient, self._num_train, self._num_query, self._left)
+        if not written:
             self._pieces[name] = []
             return
-        self._left -= nbytes
+        self._left -= size
         dense = to_dense(gradient)
-        entries_dq = torch.zeros(size, self._num_query, dtype=dtype, device=probe.device)
+        values_bd = dense.values_bd
+        entries_dq = values_bd.new_zeros(values_bd.shape[1], self._num_query)
         self._tables[name] = _Table(entries_dq, dense.shape, dense.has_bias)
 
     def _add_norms(self, start: int, gradient: LayerGradient) -> None:
@@ -142,17 +135,27 @@ class QuerySide:
         return filled
 
 
-def _any_tensor(gradient: LayerGradient) -> Tensor:
-    """A floating tensor of a layer gradient, for its dtype and device."""
-    found: list[Tensor] = []
+def query_form(
+    gradient: LayerGradient, num_train: int, num_query: int, left: int
+) -> tuple[bool, int]:
+    """Choose how the queries' gradients of one layer are kept.
 
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
+    Args:
+        gradient: Some queries' gradients.
+        num_train: Training examples that will meet them.
+        num_query: Queries in all.
+        left: Bytes that are left for written-out gradients.
 
-    map_tensors(gradient, note)
-    return found[0]
+    Returns:
+        Whether they are written out (where that is cheaper and fits), and the bytes of all.
+    """
+    dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors_of(gradient)))
+    size = dense_size(gradient) * num_query * dtype.itemsize
+    written = prefers_dense(gradient, num_train=num_train, num_query=num_query)
+    if isinstance(gradient, DenseGradient) or (written and size <= left):
+        return True, size
+    batch = max(1, gradient.num_examples)
+    return False, sum(tensor.nbytes for tensor in tensors_of(gradient)) * num_query // batch
 
 
 def _zeros(gradient: LayerGradient, rows: int) -> LayerGradient:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gradtrail.attribution.data import Rows, first_tensor, move_batch, tokens_of
+from gradtrail.attribution.data import Rows, move_batch
 from gradtrail.attribution.digest import DataDigest, model_digest
 from gradtrail.attribution.losses import Loss
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import LayerGradient, Projection, project
-from gradtrail.hooks import LivePass, Selection, batch_ids
+from gradtrail.hooks import LivePass, Selection, batch_ids, first_tensor, tokens_of
 from gradtrail.progress import progress_bar
 
 __all__ = ["Batch", "Session"]

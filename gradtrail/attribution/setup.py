@@ -75,8 +75,7 @@ def as_projection(projection: Projection | str | int | None, seed: int) -> Proje
     if isinstance(projection, int) and not isinstance(projection, bool):
         return Projection(dim=projection, seed=seed)
     raise TypeError(
-        "projection must be a Projection, a kind or a number, got "
-        f"{type(projection).__name__}."
+        f"projection must be a Projection, a kind or a number, got {type(projection).__name__}."
     )
 
 

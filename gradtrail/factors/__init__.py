@@ -8,6 +8,7 @@ from gradtrail.factors.batching import (
     move,
     positions_of,
     select,
+    tensors_of,
 )
 from gradtrail.factors.cost import (
     Route,
@@ -60,5 +61,6 @@ __all__ = [
     "project",
     "select",
     "squared_norm",
+    "tensors_of",
     "to_dense",
 ]

@@ -21,7 +21,16 @@ from gradtrail.factors.types import (
     SumGradient,
 )
 
-__all__ = ["JoinMemo", "concatenate", "map_tensors", "merge_uses", "move", "positions_of", "select"]
+__all__ = [
+    "JoinMemo",
+    "concatenate",
+    "map_tensors",
+    "merge_uses",
+    "move",
+    "positions_of",
+    "select",
+    "tensors_of",
+]
 
 
 class JoinMemo:
@@ -147,6 +156,18 @@ def map_tensors(gradient: LayerGradient, function: Callable[[Tensor], Tensor]) -
         activation_bsi=function(gradient.activation_bsi),
         output_gradient_bso=function(gradient.output_gradient_bso),
     )
+
+
+def tensors_of(gradient: LayerGradient) -> list[Tensor]:
+    """Every tensor of a layer gradient."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(gradient, note)
+    return found
 
 
 def merge_uses(gradient: LayerGradient) -> LayerGradient:

@@ -267,7 +267,7 @@ def _linear_embedding_products(
         table.num_positions,
     )
     products = _token_gram(linear.activation_bsi, table.output_gradient_bso)
-    g_nv = linear.output_gradient_bso.reshape(b * s, -1)
+    g_nv = linear.output_gradient_bso.flatten(0, 1)
     products.mul_(g_nv[:, table.index_bs.reshape(-1)])
     products = products.view(b, s, q, t)
     if table.padding_idx is not None:

@@ -80,8 +80,8 @@ def _dense_linear(x: LinearFactors) -> DenseGradient:
     elif x.groups == 1:
         weight_bd = torch.bmm(g_bso.transpose(1, 2), a_bsi).view(b, o * i)
     else:
-        g = g_bso.view(b, s, x.groups, -1).permute(0, 2, 3, 1)
-        a = a_bsi.view(b, s, x.groups, -1).transpose(1, 2)
+        g = g_bso.view(b, s, x.groups, o // x.groups).permute(0, 2, 3, 1)
+        a = a_bsi.view(b, s, x.groups, width).transpose(1, 2)
         weight_bd = torch.matmul(g, a).reshape(b, o * width)
     if not x.has_bias:
         return DenseGradient(weight_bd, shape)
@@ -96,7 +96,7 @@ def _dense_embedding(x: EmbeddingFactors) -> DenseGradient:
     offset_b1 = torch.arange(b, device=x.index_bs.device).unsqueeze(1) * x.num_embeddings
     table = g_bso.new_zeros(b * x.num_embeddings, o)
     table.index_add_(0, (x.index_bs + offset_b1).reshape(-1), g_bso.reshape(-1, o))
-    return DenseGradient(table.view(b, -1), (x.num_embeddings, o))
+    return DenseGradient(table.view(b, x.num_embeddings * o), (x.num_embeddings, o))
 
 
 def _dense_scale(x: ScaleFactors) -> DenseGradient:

@@ -69,13 +69,13 @@ def _paired_linear(x: LinearFactors, y: LinearFactors) -> Tensor:
     def grouped(z: Tensor) -> Tensor:
         if x.groups == 1:
             return z
-        return z.view(b, z.shape[1], x.groups, -1).transpose(1, 2).flatten(0, 1)
+        return z.unflatten(2, (x.groups, z.shape[2] // x.groups)).transpose(1, 2).flatten(0, 1)
 
     products = torch.bmm(grouped(g_x), grouped(g_y).transpose(1, 2))
     if a_x.shape[2]:
         gram = torch.bmm(grouped(a_x), grouped(a_y).transpose(1, 2))
         products = products * (gram + 1 if x.has_bias and y.has_bias else gram)
-    return products.sum((1, 2)).view(b, -1).sum(1)
+    return products.sum((1, 2)).view(b, x.groups).sum(1)
 
 
 def _paired_embedding(x: EmbeddingFactors, y: EmbeddingFactors) -> Tensor:

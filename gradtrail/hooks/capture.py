@@ -51,11 +51,13 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:  # noqa: ANN401
+        """Copy."""
         del ctx, anchor
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # noqa: ANN401
+        """End here."""
         del ctx, gradient
         return None, None
 

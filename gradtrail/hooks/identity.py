@@ -28,8 +28,6 @@ def example_id(item: Mapping[str, Any] | Tensor, fields: Iterable[str] | None = 
     Returns:
         32 hexadecimal digits, equal to the id of the item's row in any padded batch.
 
-    Raises:
-        KeyError: If a named field is missing.
     """
     named = item if isinstance(item, Mapping) else {"0": item}
     tensors = {name: _as_tensor(value) for name, value in named.items()}

@@ -79,6 +79,7 @@ class SavedInput:
 
         Raises:
             CaptureError: If a tensor was changed in place or let go.
+            RuntimeError: If autograd could not give a tensor back.
         """
         if not self._nodes:
             raise CaptureError(

@@ -99,8 +99,8 @@ def select_layers(
         The captured layers; modules that share a parameter are chosen or left out together.
 
     Raises:
-        UnsupportedLayerError: If ``layers`` names a layer that has no rule.
-        ValueError: If a pattern matches nothing or nothing is left to capture.
+        ValueError: If a pattern matches nothing or nothing is left to capture; a layer named in
+            full that has no rule raises ``UnsupportedLayerError``.
     """
     uses = _parameter_uses(model)
     supported = {use.module_name: use for group in uses.values() for use in group if not use.reason}

@@ -8,6 +8,7 @@ Suffixes: b example, s position, i layer input, o layer output, k projected side
 from __future__ import annotations
 
 from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def _affine(a_bsi: Tensor, p_ki: Tensor, has_bias: bool) -> Tensor:  # noqa: FBT
     if not has_bias:
         return a_bsi @ p_ki.t()
     return torch.addmm(p_ki[:, -1], a_bsi.flatten(0, 1), p_ki[:, :-1].t()).view(
-        *a_bsi.shape[:2], -1
+        *a_bsi.shape[:2], p_ki.shape[0]
     )
 
 

@@ -6,6 +6,7 @@ Suffixes: b example, s position, i layer input, o layer output, k kept entry.
 from __future__ import annotations
 
 from functools import lru_cache
+
 from torch import Tensor
 
 from gradtrail.factors.materialize import to_dense, widen

@@ -127,7 +127,9 @@ class AbstractLayerRule(abc.ABC):
         del module
         return None
 
-    def keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
+    def keep(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LayerCall:
         """Pick what the gradient will need from the arguments of a call.
 
         Args:
@@ -155,7 +157,9 @@ class LayerRegistry:
         self._rules: dict[type[nn.Module], AbstractLayerRule] = {}
         self._predicates: list[tuple[Callable[[nn.Module], bool], AbstractLayerRule]] = []
 
-    def register(self, *classes: type[nn.Module]) -> Callable[[AbstractLayerRule], AbstractLayerRule]:
+    def register(
+        self, *classes: type[nn.Module]
+    ) -> Callable[[AbstractLayerRule], AbstractLayerRule]:
         """Register a rule for layer classes.
 
         Args:

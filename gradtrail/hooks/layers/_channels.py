@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from gradtrail.errors import CaptureError
-from gradtrail.factors import LinearFactors
-from gradtrail.hooks.layers._base import LayerCall, to_positions
+from gradtrail.hooks.layers._base import LayerCall, statistics_dtype, to_positions
 
 __all__ = [
     "as_seen",
-    "bias_factors",
     "channel_positions",
+    "example_positions",
     "patches",
     "rank_seen",
     "require_batch",
+    "running_statistics",
+    "standardise",
     "with_rank",
 ]
 
@@ -72,9 +74,33 @@ def channel_positions(tensor: Tensor, rank: int) -> Tensor:
     return to_positions(tensor.movedim(tensor.dim() - rank + 1, -1))
 
 
-def bias_factors(g_bso: Tensor) -> LinearFactors:
-    """Express the gradient of a bias on its own."""
-    return LinearFactors(g_bso[..., :0], g_bso, has_bias=True)
+def example_positions(a_nsk: Tensor, inputs: Tensor, rank: int) -> Tensor:
+    """Give every example the positions of all its rows: ``[n, s, k]`` to ``[b, s, k]``."""
+    if inputs.dim() == rank:
+        return a_nsk
+    return a_nsk.unflatten(0, inputs.shape[:2]).flatten(1, 2)
+
+
+def running_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Name a normalisation layer's running statistics as extras of a call."""
+    return {"mean": module.running_mean, "var": module.running_var}
+
+
+def standardise(call: LayerCall, eps: float, rank: int) -> Tensor:
+    """Standardise channels by the running statistics kept with a call.
+
+    Args:
+        call: Input, with the extras ``mean`` and ``var``. Shape ``[b, ..., c, *space]``.
+        eps: What is added to the variance.
+        rank: Number of axes of the input as the layer saw it.
+
+    Returns:
+        In float32 or wider. Shape ``[b, s, c]``.
+    """
+    dtype = statistics_dtype(call.inputs.dtype)
+    mean_c, var_c = call.extras["mean"].to(dtype), call.extras["var"].to(dtype)
+    x_bsc = channel_positions(call.inputs, rank).to(dtype)
+    return (x_bsc - mean_c) * torch.rsqrt(var_c + eps)
 
 
 def patches(

@@ -26,11 +26,12 @@ from gradtrail.hooks.layers._base import (
 )
 from gradtrail.hooks.layers._channels import (
     as_seen,
-    bias_factors,
     channel_positions,
+    example_positions,
     patches,
     require_batch,
 )
+from gradtrail.hooks.layers._features import bias_factors
 
 __all__ = ["ConvRule"]
 
@@ -121,9 +122,7 @@ def _input_patches(module: _Conv, inputs: Tensor) -> Tensor:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         seen_ncx = F.pad(seen_ncx, amounts, mode=mode)
     a_nsk = patches(seen_ncx, module.kernel_size, module.stride, module.dilation)
-    if inputs.dim() == _rank(module):
-        return a_nsk
-    return a_nsk.unflatten(0, inputs.shape[:2]).flatten(1, 2)
+    return example_positions(a_nsk, inputs, _rank(module))
 
 
 def _padding(module: _Conv) -> list[int]:

@@ -27,11 +27,12 @@ from gradtrail.hooks.layers._base import (
 )
 from gradtrail.hooks.layers._channels import (
     as_seen,
-    bias_factors,
     channel_positions,
+    example_positions,
     patches,
     require_batch,
 )
+from gradtrail.hooks.layers._features import bias_factors
 
 __all__ = ["ConvTransposeRule"]
 
@@ -80,7 +81,7 @@ class ConvTransposeRule(AbstractLayerRule):
             "no-bias": {"bias": False},
             "stride": {"stride": 2},
             "padding": {"padding": 1},
-            "wide-padding": {"padding": 3},
+            "wide-padding": {"stride": 2, "padding": 3},
             "output-padding": {"stride": 3, "output_padding": 2, "padding": 1},
             "dilation": {"dilation": 2, "padding": 1},
             "groups": {"groups": 2},
@@ -93,9 +94,7 @@ class ConvTransposeRule(AbstractLayerRule):
             for label, options in every.items():
                 yield _case(f"conv_transpose{axes}d-{label}", cls, axes, options)
         size = [10, 8]
-        yield _case(
-            "conv_transpose2d-output_size", nn.ConvTranspose2d, 2, {"stride": 2}, (size,)
-        )
+        yield _case("conv_transpose2d-output_size", nn.ConvTranspose2d, 2, {"stride": 2}, (size,))
         uneven = {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 1)}
         yield _case("conv_transpose2d-uneven", nn.ConvTranspose2d, 2, uneven)
 
@@ -134,9 +133,7 @@ def _stuffed_patches(module: _ConvTranspose, inputs: Tensor, size: tuple[int, ..
         amounts += [before, size[axis] + span - wide[axis] - before]
     padded_ncx = F.pad(stuffed_ncx, amounts)
     a_nsk = patches(padded_ncx, module.kernel_size, (1,) * len(size), module.dilation)
-    if inputs.dim() == _rank(module):
-        return a_nsk
-    return a_nsk.unflatten(0, inputs.shape[:2]).flatten(1, 2)
+    return example_positions(a_nsk, inputs, _rank(module))
 
 
 LAYERS.register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)(ConvTransposeRule())

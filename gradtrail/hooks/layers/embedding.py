@@ -18,6 +18,7 @@ from gradtrail.hooks.layers._base import (
     LayerCase,
     Roles,
     split_linear,
+    to_positions,
 )
 
 __all__ = ["EmbeddingRule"]
@@ -39,10 +40,10 @@ class EmbeddingRule(AbstractLayerRule):
     ) -> EmbeddingFactors:
         """Pair the rows read with the gradients there."""
         del roles
-        b, width = output_gradient.shape[0], output_gradient.shape[-1]
+        index = call.inputs.long()
         return EmbeddingFactors(
-            call.inputs.reshape(b, -1).long(),
-            output_gradient.reshape(b, -1, width),
+            index.flatten(1) if index.dim() > 1 else index.unsqueeze(1),
+            to_positions(output_gradient),
             module.num_embeddings,
             module.padding_idx,
         )

@@ -54,7 +54,7 @@ class EmbeddingBagRule(AbstractLayerRule):
             ends = given["offsets"]
             if not module.include_last_offset:
                 ends = torch.cat([ends, ends.new_full((1,), index.shape[0])])
-            index, weights = _rows(index, ends, weights)
+            index, weights = _rows(index, ends, weights if weights is None else weights.detach())
         return LayerCall(index, {} if weights is None else {"weights": weights})
 
     def layer_gradient(
