@@ -19,7 +19,7 @@ from gradtrail.hooks.taps import Taps
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 CASES = {case.label: (rule, case) for rule in LAYERS.rules() for case in rule.cases()}
-BY_OFFSETS = [label for label in CASES if label.endswith(("-offsets", "-last"))]
+BY_ROW = [label for label in CASES if not label.endswith(("-offsets", "-last"))]
 
 
 class Holder(nn.Module):
@@ -161,7 +161,7 @@ def test_expanded_output_gradient(label):
     assert_equal(by_rule(rule, layer, args, direction), oracle(layer, args, direction))
 
 
-@pytest.mark.parametrize("label", [label for label in CASES if label not in BY_OFFSETS])
+@pytest.mark.parametrize("label", BY_ROW)
 @torch.no_grad()
 def test_folded_rows_belong_to_their_example(label):
     """A layer that saw batch and rows in one axis, as the capture hands it on."""
@@ -176,9 +176,7 @@ def test_folded_rows_belong_to_their_example(label):
     direction = torch.randn_like(layer(*args))
     call = rule.keep(layer, args, {})
     call = LayerCall(call.inputs.unflatten(0, (2, -1)), call.extras)
-    gradient = rule.layer_gradient(
-        layer, call, direction.unflatten(0, (2, -1)), whole_roles(layer)
-    )
+    gradient = rule.layer_gradient(layer, call, direction.unflatten(0, (2, -1)), whole_roles(layer))
     got = rule.to_parameters(layer, to_dense(gradient))
     with torch.enable_grad():
         rows = oracle(layer, args, direction)
@@ -186,11 +184,9 @@ def test_folded_rows_belong_to_their_example(label):
     assert_equal(got, expected)
 
 
-@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("label", BY_ROW)
 def test_no_examples(label):
     rule, layer, args, direction = build(label)
-    if label in BY_OFFSETS:
-        pytest.skip("no offsets are one bag or none, by include_last_offset")
     args = tuple(value[:0] if isinstance(value, torch.Tensor) else value for value in args)
     got = by_rule(rule, layer, args, direction[:0])
     shapes = {name: (0, *value.shape) for name, value in layer.named_parameters()}
@@ -236,10 +232,12 @@ def test_channels_last_input():
     torch.manual_seed(0)
     for layer in (nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 6, 3)):
         layer.double()
-        x = torch.randn(3, 4, 5, 5).double().to(memory_format=torch.channels_last)
+        x = torch.randn(3, 4, 5, 5).double()
         direction = torch.randn_like(layer(x))
-        got = by_rule(LAYERS.find(layer)[0], layer, (x,), direction)
-        assert_equal(got, oracle(layer, (x,), direction))
+        # the oracle keeps the usual order: torch's own backward of GroupNorm crashes on the other
+        expected = oracle(layer, (x,), direction)
+        x, direction = (v.to(memory_format=torch.channels_last) for v in (x, direction))
+        assert_equal(by_rule(LAYERS.find(layer)[0], layer, (x,), direction), expected)
 
 
 def test_output_size_by_keyword_is_honoured():
@@ -271,9 +269,7 @@ def test_bags_by_keyword_with_weights():
     direction = torch.randn(3, 4, dtype=torch.float64)
     rule = LAYERS.find(layer)[0]
     call = rule.keep(layer, (), kwargs)
-    got = rule.to_parameters(
-        layer, to_dense(rule.layer_gradient(layer, call, direction, Roles()))
-    )
+    got = rule.to_parameters(layer, to_dense(rule.layer_gradient(layer, call, direction, Roles())))
     expected = reference.per_example_gradients(
         layer, range(3), lambda layer, row: (layer(**kwargs)[row] * direction[row]).sum()
     )
@@ -338,7 +334,9 @@ def test_model_norm_is_verified_and_captured(model, shape, dtype):
     x = torch.randn(shape, dtype=dtype)
     direction = torch.randn_like(layer(x))
     expected = oracle(layer, (x,), direction)
-    tolerance = {} if dtype == torch.float64 else {"rtol": 1e-5, "relative_to_max": 1e-6}
+    # Gemma's casts make autograd itself sum in float32
+    exact = dtype == torch.float64 and not model.startswith("gemma")
+    tolerance = {} if exact else {"rtol": 1e-5, "relative_to_max": 1e-6}
     assert_equal(by_capture(layer, (x,), direction), expected, **tolerance)
 
 
@@ -369,7 +367,7 @@ def test_model_norm_runs_past_its_hooks():
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 3), (4, 4)])
 def test_model_linear_that_stores_its_weight_transposed(rows, columns):
-    cls = getattr(pytest.importorskip("transformers.pytorch_utils"), "Conv1D")
+    cls = pytest.importorskip("transformers.pytorch_utils").Conv1D
     torch.manual_seed(0)
     layer = cls(columns, rows).double()
     x = torch.randn(3, 2, rows, dtype=torch.float64)

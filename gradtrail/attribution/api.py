@@ -99,7 +99,7 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         loss=resolve_loss(loss, loss_reduction),
         query_loss=resolve_loss(query_loss or loss, loss_reduction),
         batch_size=batch_size,
-        query_batch_size=query_batch_size or batch_size,
+        query_batch_size=batch_size if query_batch_size is None else query_batch_size,
         per_token=granularity == "token",
     )
     check_positive("query_batch_size", task.query_batch_size)

@@ -55,7 +55,8 @@ def loaded(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
     """
     own = {name: value.detach().clone() for name, value in model.state_dict().items()}
     try:
-        state = checkpoint(model) if callable(checkpoint) else _read(checkpoint)
+        runs = callable(checkpoint) and not isinstance(checkpoint, nn.Module)
+        state = checkpoint(model) if runs else _read(checkpoint)
         if isinstance(state, Mapping):
             _load(model, state)
         yield
@@ -69,7 +70,7 @@ def _read(checkpoint: Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]
     if not isinstance(checkpoint, (str, Path)):
         raise TypeError(
             "checkpoints must hold state dicts, paths or callables, got "
-            f"{type(checkpoint).__name__}."
+            f"{type(checkpoint).__name__}. Of a model, pass model.state_dict()."
         )
     path = Path(checkpoint)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -100,5 +101,11 @@ def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             "checkpoints must hold this model's weights, got one with "
             f"unexpected {unexpected[:3]} and missing {missing[:3]}."
         )
+    for name, value in state.items():
+        if value.shape != own[name].shape:
+            raise ValueError(
+                f"checkpoints must hold weights of this model's shapes, got {tuple(value.shape)} "
+                f"for {name}, which is {tuple(own[name].shape)} here."
+            )
     with torch.no_grad():
         model.load_state_dict(state, strict=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -63,25 +64,14 @@ def as_rows(data: Any, option: str, collate: Collate | None, pad_id: int) -> Row
         The rows.
 
     Raises:
-        ValueError: If a loader shuffles or leaves rows out.
-        TypeError: If the rows cannot be read by number.
+        TypeError: If the rows cannot be read by number; a ``DataLoader`` that shuffles or leaves
+            rows out raises ``ValueError``.
     """
     if isinstance(data, DataLoader):
-        batches = data.batch_sampler
-        sampler = batches.sampler if type(batches) is BatchSampler else data.sampler
-        custom = batches is not None and type(batches) is not BatchSampler
-        if custom or type(sampler) is not SequentialSampler:
-            raise ValueError(
-                f"{option} must be read in order, got a DataLoader with "
-                f"{type(batches if custom else sampler).__name__}: row numbers would mean nothing. "
-                "Pass shuffle=False or the data set itself."
-            )
-        if data.drop_last and len(data.dataset) % (data.batch_size or 1):
-            raise ValueError(
-                f"{option} must keep every row, got a DataLoader with drop_last=True. "
-                "Pass drop_last=False or the data set itself."
-            )
-        return Rows(data.dataset, collate or data.collate_fn)
+        _check_loader(data, option)
+        if data.collate_fn is not torch_collate:
+            collate = collate or data.collate_fn
+        data = data.dataset
     readable = callable(getattr(data, "__getitem__", None)) and callable(
         getattr(data, "__len__", None)
     )
@@ -91,6 +81,29 @@ def as_rows(data: Any, option: str, collate: Collate | None, pad_id: int) -> Row
             "Pass a Dataset, a list of rows or list(your_iterable)."
         )
     return Rows(data, collate or _default_collate(option, pad_id))
+
+
+def _check_loader(loader: DataLoader, option: str) -> None:
+    """Refuse a loader whose rows are not those of its data set, in order."""
+    if isinstance(loader.dataset, IterableDataset):
+        return  # refused with every other data set that has no row numbers
+    batches = loader.batch_sampler
+    if batches is None:
+        raise ValueError(
+            f"{option} must give rows, got a DataLoader with batch_size=None, whose data set gives "
+            "batches. Pass a list of rows."
+        )
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    if type(sampler) is not SequentialSampler:
+        raise ValueError(
+            f"{option} must be read in order, got a DataLoader with {type(sampler).__name__}: row "
+            "numbers would mean nothing. Pass shuffle=False or the data set itself."
+        )
+    if loader.drop_last and len(loader.dataset) % loader.batch_size:
+        raise ValueError(
+            f"{option} must keep every row, got a DataLoader with drop_last=True. "
+            "Pass drop_last=False or the data set itself."
+        )
 
 
 def _default_collate(option: str, pad_id: int) -> Collate:
@@ -113,18 +126,29 @@ def pad_rows(rows: Sequence[Mapping[str, Any]], pad_id: int) -> dict[str, Any]:
     """Pad rows of ``input_ids`` on the right and stack them.
 
     Args:
-        rows: Mappings with ``input_ids`` of any length. Fields of that length are padded too
+        rows: Mappings with ``input_ids`` of any length. Fields of one axis are padded too
             (``labels`` with -100, others with 0); numbers and equal shapes are stacked; other
             fields are kept as lists.
         pad_id: What to pad ``input_ids`` with.
 
     Returns:
-        The batch, with an ``attention_mask`` where the rows had none.
+        The batch, with an ``attention_mask`` of ones where a row had none.
+
+    Raises:
+        ValueError: If a row's ``input_ids`` have more axes than one.
     """
+    shapes = {tuple(torch.as_tensor(row["input_ids"]).shape) for row in rows}
+    if any(len(shape) != 1 for shape in shapes):
+        raise ValueError(
+            "Rows must have input_ids of one axis, one row an example, got shapes "
+            f"{sorted(shapes)[:3]}. Leave out return_tensors or pass collate_fn."
+        )
+    masks = [row.get("attention_mask", None) for row in rows]
     columns = {name: [row[name] for row in rows] for name in rows[0] if _in_all(rows, name)}
-    lengths = [len(row["input_ids"]) for row in rows]
-    if "attention_mask" not in columns:
-        columns["attention_mask"] = [torch.ones(length, dtype=torch.long) for length in lengths]
+    columns["attention_mask"] = [
+        torch.ones(len(row["input_ids"]), dtype=torch.long) if mask is None else mask
+        for row, mask in zip(rows, masks, strict=True)
+    ]
     fills = {"input_ids": pad_id, "labels": -100}
     return {name: _stack(column, fills.get(name, 0)) for name, column in columns.items()}
 
@@ -140,19 +164,21 @@ def _stack(column: list[Any], fill: int) -> Any:  # noqa: ANN401
     if any(value.dim() != 1 for value in values):
         same = len({value.shape for value in values}) == 1
         return torch.stack(values) if same else column
-    longest = max(value.shape[0] for value in values)
-    batch = values[0].new_full((len(values), longest), fill)
+    # an empty list has no dtype of its own
+    dtype = next((value.dtype for value in values if value.numel()), torch.long)
+    longest = max(1, *(value.shape[0] for value in values))  # models refuse sequences of length 0
+    batch = torch.full((len(values), longest), fill, dtype=dtype, device=values[0].device)
     for row, value in zip(batch, values, strict=True):
         row[: value.shape[0]] = value
     return batch
 
 
 def _numeric(value: Any) -> bool:  # noqa: ANN401
-    if isinstance(value, (bool, int, float, Tensor)):
-        return True
     if isinstance(value, (list, tuple)):
         return all(_numeric(entry) for entry in value)
-    return type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "int64")
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf"
+    return isinstance(value, (bool, int, float, Tensor, np.number, np.bool_))
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:  # noqa: ANN401
@@ -166,7 +192,8 @@ def move_batch(batch: Any, device: torch.device) -> Any:  # noqa: ANN401
         A batch of the same structure.
     """
     if isinstance(batch, Tensor):
-        return batch.detach().to(device)
+        # a tensor made in inference mode cannot be saved for a backward, a copy can
+        return (batch.clone() if batch.is_inference() else batch.detach()).to(device)
     if isinstance(batch, Mapping):
         return {name: move_batch(value, device) for name, value in batch.items()}
     if isinstance(batch, tuple) and type(batch) is not tuple:

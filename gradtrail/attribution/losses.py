@@ -118,7 +118,7 @@ def _inferred(model: nn.Module, batch: Any) -> tuple[Tensor, str]:  # noqa: ANN4
     if isinstance(batch, Mapping) and "labels" in batch:
         kind = model_kind(model)
         output = call_model(model, batch, keep_labels=kind == "encoder-decoder")
-        return _labelled(kind, _logits(output), batch["labels"], model)
+        return _labelled(kind, _logits(output), batch, model)
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
         inputs, targets = batch
         if isinstance(inputs, Mapping):
@@ -134,13 +134,16 @@ def _inferred(model: nn.Module, batch: Any) -> tuple[Tensor, str]:  # noqa: ANN4
 
 
 def _labelled(
-    kind: str | None, logits: Tensor, labels: Tensor, model: nn.Module
+    kind: str | None, logits: Tensor, batch: Mapping[str, Any], model: nn.Module
 ) -> tuple[Tensor, str]:
-    if logits.dim() == 2:
+    labels = batch["labels"]
+    several = logits.dim() == 2 and logits.shape == labels.shape and logits.shape[1] > 1
+    problem = getattr(getattr(model, "config", None), "problem_type", "regression")
+    if logits.dim() == 2 and not (several and problem != "regression"):
         return _paired(logits, labels)
-    if logits.dim() == 3 and labels.dim() == 2 and kind is not None:
+    if logits.dim() == 3 and logits.shape[:2] == labels.shape and kind is not None:
         if kind == "causal":
-            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            labels = _shifted(labels, batch.get("attention_mask"))
         shift = "shifted" if kind == "causal" else "unshifted"
         return _cross_entropy(logits, labels), f"cross-entropy of tokens, {shift}, summed"
     raise ValueError(
@@ -148,6 +151,15 @@ def _labelled(
         f"{tuple(logits.shape)} and labels {tuple(labels.shape)} of {type(model).__name__}. "
         "Pass loss=(model, batch) -> [b]."
     )
+
+
+def _shifted(labels: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
+    """Move every label to the position that predicts it; padding in front predicts nothing."""
+    shifted = torch.full_like(labels, -100)
+    shifted[:, :-1] = labels[:, 1:]
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        shifted = shifted.masked_fill(mask == 0, -100)
+    return shifted
 
 
 def _paired(outputs: Tensor, targets: Tensor) -> tuple[Tensor, str]:
@@ -161,9 +173,9 @@ def _paired(outputs: Tensor, targets: Tensor) -> tuple[Tensor, str]:
             )
         errors = (_wide(outputs) - targets).square()
         return errors.reshape(errors.shape[0], -1).sum(1) / 2, "half squared error, summed"
-    if outputs.dim() == 2 and targets.dim() == 1:
+    if outputs.shape[:-1] == targets.shape and outputs.dim() == 2:
         return _cross_entropy(outputs.unsqueeze(1), targets.unsqueeze(1)), "cross-entropy"
-    if outputs.dim() == 3 and targets.dim() == 2:
+    if outputs.shape[:-1] == targets.shape and outputs.dim() == 3:
         return _cross_entropy(outputs, targets), "cross-entropy of positions, summed"
     raise ValueError(
         f"loss must be given for outputs {tuple(outputs.shape)} and integer targets "
@@ -212,7 +224,9 @@ def _undivided(value: Tensor, reduction: LossReduction, model: nn.Module, batch:
                 "Return one value an example instead."
             )
         labels = counted_labels(model, batch["labels"])
-        value = torch.where(labels > 0, value * labels, torch.zeros_like(value))
+        if not labels:
+            return value.new_zeros(count)  # a mean over nothing is NaN, and so is its gradient
+        value = value * labels
     return F.pad(value.reshape(1), (0, count - 1))
 
 

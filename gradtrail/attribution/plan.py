@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from gradtrail.attribution.checkpoints import Checkpoint
+from gradtrail.attribution.checkpoints import Checkpoint, weights_of
 from gradtrail.attribution.data import Collate, Rows, as_rows
 from gradtrail.attribution.losses import LossReduction, resolve_loss
 from gradtrail.attribution.memory import query_budget
@@ -18,6 +19,7 @@ from gradtrail.attribution.session import Batch
 from gradtrail.attribution.setup import make_session, padding_id
 from gradtrail.factors import LayerGradient, Projection, dense_size, tensors_of
 from gradtrail.hooks import Coverage, LayerChoice, select_layers
+from gradtrail.options import check_choice, check_positive
 
 __all__ = ["Plan", "plan"]
 
@@ -75,13 +77,19 @@ def plan(  # noqa: PLR0913  # the one-call entry point
     *,
     method: str | AbstractAttributor = "graddot",
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    query_loss: Callable[[nn.Module, Any], Tensor] | None = None,
     loss_reduction: LossReduction | None = None,
     layers: LayerChoice = None,
     exclude: LayerChoice = None,
     batch_size: int = 8,
+    query_batch_size: int | None = None,
     collate_fn: Collate | None = None,
+    device: torch.device | str | None = None,
     checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoint_weights: Sequence[float] | None = None,
+    granularity: Literal["example", "token"] = "example",
     projection: Projection | str | int | None = None,
+    seed: int = 0,
     **method_options: Any,  # noqa: ANN401
 ) -> Plan:
     """Say what ``attribute`` would take, by measuring one batch of each side.
@@ -92,31 +100,47 @@ def plan(  # noqa: PLR0913  # the one-call entry point
         query: Queries.
         method: As in ``attribute``.
         loss: As in ``attribute``.
+        query_loss: As in ``attribute``.
         loss_reduction: As in ``attribute``.
         layers: As in ``attribute``.
         exclude: As in ``attribute``.
-        batch_size: Examples a batch of either side.
+        batch_size: Training examples a batch.
+        query_batch_size: Queries a batch; None means ``batch_size``.
         collate_fn: As in ``attribute``.
+        device: As in ``attribute``.
         checkpoints: As in ``attribute``; they are counted, not loaded.
+        checkpoint_weights: As in ``attribute``.
+        granularity: As in ``attribute``.
         projection: As in ``attribute``.
+        seed: As in ``attribute``.
         **method_options: As in ``attribute``.
 
     Returns:
         The plan.
     """
     name, _, _ = make_method(method, method_options)
+    check_choice("granularity", granularity, ("example", "token"))
+    check_positive("batch_size", batch_size)
+    points = 1 if checkpoints is None else len(weights_of(checkpoints, checkpoint_weights))
     pad = padding_id(model)
     rows = as_rows(train, "train", collate_fn, pad)
     queries = as_rows(query, "query", collate_fn, pad)
-    resolved = resolve_loss(loss, loss_reduction)
+    losses = {
+        "train": resolve_loss(loss, loss_reduction),
+        "query": resolve_loss(query_loss or loss, loss_reduction),
+    }
     selection = select_layers(model, layers=layers, exclude=exclude)
-    session = make_session(model, selection, None, projection, 0, progress=False)
+    session = make_session(model, selection, device, projection, seed, progress=False)
     meter = _Meter(len(rows), len(queries), query_budget(session.device))
-    with session.opened(rows if len(rows) else queries, resolved):
-        for data, sink in ((queries, meter.add_query), (rows, meter.add_train)):
-            head = Rows(range(min(batch_size, len(data))), data.batch)
-            session.capture(head, resolved, batch_size=batch_size, phase="plan", sink=sink)
-    points = 1 if checkpoints is None else len(checkpoints)
+    probed = "train" if len(rows) else "query"
+    with session.opened(rows if len(rows) else queries, losses[probed]):
+        for side, data, size, sink in (
+            ("query", queries, query_batch_size or batch_size, meter.add_query),
+            ("train", rows, batch_size, meter.add_train),
+        ):
+            head = Rows(range(min(size, len(data))), data.batch)
+            session.capture(head, losses[side], batch_size=size, phase="plan", sink=sink)
+    shares = meter.positions if granularity == "token" else 1
     return Plan(
         method=name,
         num_train=len(rows),
@@ -124,7 +148,7 @@ def plan(  # noqa: PLR0913  # the one-call entry point
         query_bytes=meter.query_bytes,
         layer_bytes=meter.layer_bytes,
         device_bytes=meter.query_bytes + meter.layer_bytes,
-        host_bytes=4 * len(rows) * len(queries),
+        host_bytes=4 * len(rows) * len(queries) * shares,
         disk_bytes=0,
         query_passes=points,
         train_passes=points,
@@ -137,19 +161,28 @@ class _Meter:
 
     def __init__(self, num_train: int, num_query: int, left: int) -> None:
         self._num_train, self._num_query, self._left = num_train, num_query, left
+        self._held: dict[int, Tensor] = {}
         self.query_bytes = 0
         self.layer_bytes = 0
+        self.positions = 0
 
     def add_query(self, place: Batch, name: str, gradient: LayerGradient) -> None:
-        """Add what all queries' gradients of a layer will take."""
-        del place, name
+        """Add what all queries' gradients of a layer will take; a shared input counts once."""
+        del name
         written, size = query_form(gradient, self._num_train, self._num_query, self._left)
-        self._left -= size if written else 0
-        self.query_bytes += size
+        if written:
+            self._left -= size
+            self.query_bytes += size
+            return
+        for tensor in tensors_of(gradient):
+            if id(tensor) not in self._held:
+                self._held[id(tensor)] = tensor
+                self.query_bytes += tensor.nbytes * self._num_query // place.size
 
     def add_train(self, place: Batch, name: str, gradient: LayerGradient) -> None:
         """Keep the largest layer: its factors and, at most, its gradients written out."""
-        del place, name
+        del name
+        self.positions = place.tokens
         factors = sum(tensor.nbytes for tensor in tensors_of(gradient))
         written = 4 * dense_size(gradient) * gradient.num_examples
         self.layer_bytes = max(self.layer_bytes, factors + written)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradtrail.attribution.memory import large_zeros
 from gradtrail.factors import (
     DenseGradient,
     JoinMemo,
@@ -18,9 +19,11 @@ from gradtrail.factors import (
     dense_size,
     map_tensors,
     prefers_dense,
+    select,
     squared_norm,
     tensors_of,
     to_dense,
+    write_dense,
 )
 
 __all__ = ["QuerySide", "query_form"]
@@ -28,13 +31,9 @@ __all__ = ["QuerySide", "query_form"]
 
 @dataclass(eq=False)
 class _Table:
-    """Written-out gradients of one layer, stored entry-major: ``[d, q]``.
+    """Written-out gradients of one layer, being filled query by query."""
 
-    The score is a product over ``d`` of a few examples with all queries; read in this order the
-    queries stream through the cache once.
-    """
-
-    entries_dq: Tensor
+    values_qd: Tensor
     shape: tuple[int, ...]
     has_bias: bool
 
@@ -76,14 +75,12 @@ class QuerySide:
         if name in self._pieces:
             self._pieces[name].append((start, gradient))
             return
-        dense = to_dense(gradient)
-        stop = start + dense.num_examples
-        self._tables[name].entries_dq[:, start:stop] = dense.values_bd.t()
+        write_dense(gradient, self._tables[name].values_qd[start : start + gradient.num_examples])
 
     def finish(self) -> None:
         """Join what was collected."""
         for name, table in self._tables.items():
-            self.layers[name] = DenseGradient(table.entries_dq.t(), table.shape, table.has_bias)
+            self.layers[name] = DenseGradient(table.values_qd, table.shape, table.has_bias)
         memo = JoinMemo()
         for name, pieces in self._pieces.items():
             self.layers[name] = concatenate(self._filled(pieces), memo)
@@ -112,10 +109,9 @@ class QuerySide:
             self._pieces[name] = []
             return
         self._left -= size
-        dense = to_dense(gradient)
-        values_bd = dense.values_bd
-        entries_dq = values_bd.new_zeros(values_bd.shape[1], self._num_query)
-        self._tables[name] = _Table(entries_dq, dense.shape, dense.has_bias)
+        dense = to_dense(select(gradient, slice(0, 1)))
+        rows = large_zeros((self._num_query, dense.values_bd.shape[1]), like=dense.values_bd)
+        self._tables[name] = _Table(rows, dense.shape, dense.has_bias)
 
     def _add_norms(self, start: int, gradient: LayerGradient) -> None:
         squared = squared_norm(gradient)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gradtrail.hooks import Coverage
+from gradtrail.options import check_positive
 
 __all__ = ["AttributionScores", "TopK"]
 
@@ -89,12 +90,8 @@ class AttributionScores:
 
         Returns:
             Indices, values and ids, best first.
-
-        Raises:
-            ValueError: If ``k`` is below 1.
         """
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}.")
+        check_positive("k", k)
         values = self.example_values.t()
         found = values.topk(min(k, values.shape[1]), dim=1, largest=largest)
         ids = [[self.train_ids[number] for number in row] for row in found.indices.tolist()]
@@ -149,8 +146,11 @@ class AttributionScores:
         }
         metadata = {name: json.dumps(value) for name, value in header.items()}
         partial = path.with_name(path.name + ".partial")
-        save_file(tensors, partial, metadata=metadata)
-        partial.replace(path)
+        try:
+            save_file(tensors, partial, metadata=metadata)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> AttributionScores:
@@ -165,13 +165,14 @@ class AttributionScores:
         Raises:
             ValueError: If the file is not one of ours.
         """
-        with safe_open(str(path), framework="pt") as file:
+        try:
+            opened = safe_open(str(path), framework="pt")
+        except SafetensorError as error:
+            raise ValueError(_foreign(path, str(error))) from error
+        with opened as file:
             header = {name: json.loads(value) for name, value in _ours(file.metadata()).items()}
             if header.get("format") != _FORMAT:
-                raise ValueError(
-                    f"path must be a file written by AttributionScores.save ({_FORMAT}), "
-                    f"got {str(path)!r} with format {header.get('format')!r}."
-                )
+                raise ValueError(_foreign(path, f"format {header.get('format')!r}"))
             lengths = file.get_tensor("lengths") if "lengths" in file.keys() else None  # noqa: SIM118
             return cls(
                 file.get_tensor("values"),
@@ -200,10 +201,9 @@ class AttributionScores:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """Method, sizes and the best pair."""
+        """Method, sizes and the covered share."""
         shape = " x ".join(str(side) for side in self.values.shape)
-        text = f"AttributionScores({self.method}, {shape}, covered {self.coverage.share:.1%}"
-        return text + ")"
+        return f"AttributionScores({self.method}, {shape}, covered {self.coverage.share:.1%})"
 
     def _repr_html_(self) -> str:
         """A table of the best examples of the first queries, for notebooks."""
@@ -221,6 +221,13 @@ class AttributionScores:
             )
             rows.append(f"<tr><th>query {escape(str(query))}</th>{cells}</tr>")
         return f"{head}<table>{''.join(rows)}</table>"
+
+
+def _foreign(path: str | Path, what: str) -> str:
+    return (
+        f"path must be a file written by AttributionScores.save ({_FORMAT}), got {str(path)!r}: "
+        f"{what}."
+    )
 
 
 def _ours(metadata: Mapping[str, str] | None) -> Mapping[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,8 @@ class Batch:
     lengths: Tensor
 
 
+_PROBED_ROWS = 4
+
 BatchSink = Callable[[Batch, str, LayerGradient], None]
 
 
@@ -61,7 +63,7 @@ class Session:
     projection: Projection | None = None
     progress: bool = True
     live: LivePass | None = field(default=None, init=False)
-    _passes: int = field(default=0, init=False)
+    _captured: int = field(default=0, init=False)
     _data: dict[str, DataDigest] = field(default_factory=dict, init=False)
 
     @contextmanager
@@ -78,8 +80,16 @@ class Session:
         with LivePass(self.model, self.selection) as live:
             self.live = live
             if len(rows):
-                tokens = tokens_of(rows.batch([0]))
-                live.probe(lambda copies: self._run(rows, loss, [0] * copies), tokens)
+                # the longest of the first rows: one position says little about where the batch is
+                lengths = [
+                    tokens_of(rows.batch([row])) for row in range(min(len(rows), _PROBED_ROWS))
+                ]
+                order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+                live.probe(
+                    lambda places: self._run(rows, loss, [order[place] for place in places]),
+                    max(lengths),
+                    len(lengths),
+                )
             self.selection = live.selection
             yield
             self._warn_unreached()
@@ -105,7 +115,7 @@ class Session:
             sink: Receives ``(batch, layer name, gradient)`` inside each backward.
             done: Called after each batch.
         """
-        self._passes += 1
+        self._captured += len(rows)
         digest = self._data[phase] = DataDigest()
         with progress_bar(phase, len(rows), enabled=self.progress) as bar:
             for start, size, raw in rows.batches(batch_size):
@@ -133,12 +143,12 @@ class Session:
         data = {f"{phase}_digest": digest.hexdigest() for phase, digest in self._data.items()}
         return {"model_digest": model_digest(self.model), **data}
 
-    def _run(self, rows: Rows, loss: Loss, numbers: list[int]) -> Tensor:
+    def _run(self, rows: Rows, loss: Loss, numbers: Sequence[int]) -> Tensor:
         return loss(self.model, move_batch(rows.batch(numbers), self.device))
 
     def _warn_unreached(self) -> None:
         """Name the layers whose gradient was zero for every example of every pass."""
-        missing = self.live.never_reached() if self._passes else ()
+        missing = self.live.never_reached() if self._captured else ()
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             warnings.warn(
@@ -162,7 +172,7 @@ def _place(start: int, size: int, batch: object) -> Batch:
     tokens = tokens_of(batch)
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     main = first_tensor(batch)
-    if not isinstance(mask, Tensor) or main is None or mask.shape != main.shape[:2]:
+    if not isinstance(mask, Tensor) or main is None or mask.shape != main.shape[:2] or not tokens:
         return Batch(start, size, tokens, None, torch.full((size,), tokens))
     valid = mask != 0
     lengths = valid.sum(1)

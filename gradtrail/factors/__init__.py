@@ -19,7 +19,7 @@ from gradtrail.factors.cost import (
     prefers_dense,
 )
 from gradtrail.factors.gram import GramMemo, cross_gram, position_gram
-from gradtrail.factors.materialize import materialize, to_dense
+from gradtrail.factors.materialize import materialize, to_dense, write_dense
 from gradtrail.factors.norms import squared_norm
 from gradtrail.factors.projection import Projection, mask_coordinates, project
 from gradtrail.factors.types import (
@@ -63,4 +63,5 @@ __all__ = [
     "squared_norm",
     "tensors_of",
     "to_dense",
+    "write_dense",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradtrail.factors.materialize import to_dense
 from gradtrail.factors.types import (
     DenseGradient,
     EmbeddingFactors,
@@ -61,7 +62,7 @@ def concatenate(gradients: Sequence[LayerGradient], memo: JoinMemo | None = None
 
     Args:
         gradients: At least one, all of one layer and kind; lengths may differ and are padded
-            with positions of zero gradient.
+            with positions of zero gradient, numbers of uses with uses of zero gradient.
         memo: Keeps inputs shared that were shared between layers.
 
     Returns:
@@ -71,9 +72,8 @@ def concatenate(gradients: Sequence[LayerGradient], memo: JoinMemo | None = None
     if len(gradients) == 1:
         return first
     memo = memo or JoinMemo()
-    if isinstance(first, SumGradient):
-        uses = zip(*(gradient.parts for gradient in gradients), strict=True)
-        return SumGradient(tuple(concatenate(use, memo) for use in uses))
+    if any(isinstance(gradient, SumGradient) for gradient in gradients):
+        return _concatenate_uses(gradients, memo)
     if isinstance(first, DenseGradient):
         return replace(first, values_bd=torch.cat([part.values_bd for part in gradients]))
     positions = max(part.num_positions for part in gradients)
@@ -198,6 +198,28 @@ def positions_of(gradient: LayerGradient) -> set[int]:
     """Numbers of positions of the uses in a layer gradient; empty where it is written out."""
     parts = gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
     return {part.num_positions for part in parts if not isinstance(part, DenseGradient)}
+
+
+def _concatenate_uses(gradients: Sequence[LayerGradient], memo: JoinMemo) -> LayerGradient:
+    """Join sums of uses use by use; a batch with fewer uses did not call the layer as often."""
+    uses = [
+        gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
+        for gradient in gradients
+    ]
+    most = max(uses, key=len)
+    filled = []
+    for gradient, parts in zip(gradients, uses, strict=True):
+        absent = [_nothing(use, gradient.num_examples) for use in most[len(parts) :]]
+        filled.append([*parts, *absent])
+    columns = list(zip(*filled, strict=True))
+    if any(len({type(use) for use in column}) > 1 for column in columns):
+        return concatenate([to_dense(gradient) for gradient in gradients])
+    return SumGradient(tuple(concatenate(column, memo) for column in columns))
+
+
+def _nothing(use: LayerGradient, num_examples: int) -> LayerGradient:
+    """Gradients of the same layer that are zero."""
+    return map_tensors(use, lambda tensor: tensor.new_zeros(num_examples, *tensor.shape[1:]))
 
 
 def _stack(pieces: Sequence[Tensor], positions: int) -> Tensor:

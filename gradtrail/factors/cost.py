@@ -27,34 +27,36 @@ __all__ = [
 Route: TypeAlias = Literal["factored", "materialized"]
 
 
+# Multiplications that take as long as moving one number to or from memory: a CPU core that
+# multiplies 70e9 float32 pairs a second streams about 4e9 of them, and a GPU has a like ratio.
+_MOVE = 16
+
+
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Give the dtype products are formed and summed in: float32, or float64 where one is."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def cheaper_route(x: LinearFactors, y: LinearFactors, *, num_train: int | None = None) -> Route:
+def cheaper_route(x: LinearFactors, y: LinearFactors) -> Route:
     """Choose how to form the inner products between two sets of factors.
 
     Factored costs ``b1 b2 s1 s2 (i + o)`` multiplications, materialised
-    ``(b1 s1 + b2 s2) i o + b1 b2 i o``.
+    ``(b1 s1 + b2 s2) i o + b1 b2 i o``; a number that is written and read again weighs as much as
+    32 of them.
 
     Args:
         x: First factors.
         y: Second factors.
-        num_train: How many examples like those of ``x`` will meet ``y``; its
-            materialisation is shared by them. None means those of ``x`` alone.
 
     Returns:
         The cheaper route.
     """
-    i = x.activation_bsi.shape[2] // x.groups + int(x.has_bias)
-    o = x.output_gradient_bso.shape[2]
-    total_i = i * x.groups
-    b1, s1 = x.num_examples if num_train is None else num_train, x.num_positions
-    b2, s2 = y.num_examples, y.num_positions
-    factored = b1 * b2 * s1 * s2 * (total_i + o)
-    materialized = (b1 * s1 + b2 * s2) * i * o + b1 * b2 * i * o
-    return "factored" if factored < materialized else "materialized"
+    b1, s1, b2, s2 = x.num_examples, x.num_positions, y.num_examples, y.num_positions
+    i, o = _sides(x)
+    pairs = b1 * b2 * s1 * s2
+    factored = pairs * (i * x.groups + o) + 2 * _MOVE * 2 * pairs
+    written = (b1 * s1 + b2 * s2 + b1 * b2) * i * o + 2 * _MOVE * (b1 + b2) * i * o
+    return "factored" if factored < written else "materialized"
 
 
 def cheaper_norm_route(x: LinearFactors) -> Route:
@@ -66,7 +68,9 @@ def cheaper_norm_route(x: LinearFactors) -> Route:
 def prefers_dense(gradient: LayerGradient, *, num_train: int, num_query: int) -> bool:
     """Tell whether queries like these are better written out before many examples meet them.
 
-    Counts the multiplications of ``num_train`` examples like the queries against each form.
+    Counts what every batch of training examples like these costs against each form:
+    multiplications, and numbers moved through memory. Written-out queries are read again for
+    every batch, which decides for short sequences.
 
     Args:
         gradient: Some of the queries' gradients of one layer.
@@ -79,16 +83,20 @@ def prefers_dense(gradient: LayerGradient, *, num_train: int, num_query: int) ->
     if isinstance(gradient, (DenseGradient, ScaleFactors)):
         return True
     parts = gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
-    written = factored = 0
+    b = max(1, min(gradient.num_examples, num_train))
+    q, batches = num_query, max(1.0, num_train / b)
+    written = factored = 0.0
     for part in parts:
         s, (i, o) = part.num_positions, _sides(part)
-        table = isinstance(part, EmbeddingFactors)
-        written += num_train * (s * num_query * o if table else (s + num_query) * i * o)
-        written += 0 if table else num_query * s * i * o
+        if isinstance(part, EmbeddingFactors):
+            written += b * s * q * o * (1 + _MOVE)
+        else:
+            written += b * (s + q) * i * o + _MOVE * (2 * b + q) * i * o
+            written += q * (s + 2 * _MOVE) * i * o / batches
         for other in parts:
-            pairs = num_train * num_query * s * other.num_positions
-            both_tables = table and isinstance(other, EmbeddingFactors)
-            factored += pairs * (o if both_tables else sum(_sides(other)))
+            pairs = b * q * s * other.num_positions
+            tables = isinstance(part, EmbeddingFactors) and isinstance(other, EmbeddingFactors)
+            factored += pairs * ((o if tables else sum(_sides(other))) + 2 * _MOVE * 2)
     return written <= factored
 
 

@@ -86,9 +86,12 @@ def cross_gram(
         return _embedding_position_gram(x, y).sum(1)
     if isinstance(y, EmbeddingFactors):
         return cross_gram(y, x).t()
-    if isinstance(x, LinearFactors) and isinstance(y, LinearFactors):
-        if (route or cheaper_route(x, y)) == "factored":
-            return _linear_gram(x, y, memo, per_position=False).to(_result(x, y))
+    if isinstance(x, LinearFactors):
+        if isinstance(y, LinearFactors) and (route or cheaper_route(x, y)) == "factored":
+            return _linear_gram(x, y, memo, per_position=False)
+        return _linear_dense_gram(x, to_dense(y))
+    if isinstance(y, LinearFactors):
+        return _linear_dense_gram(y, to_dense(x)).t()
     return _dense_gram(to_dense(x), to_dense(y))
 
 
@@ -123,11 +126,6 @@ def position_gram(x: LayerGradient, y: LayerGradient, *, memo: GramMemo | None =
     return _linear_dense_position_gram(x, y)
 
 
-def _result(x: LinearFactors, y: LinearFactors) -> torch.dtype:
-    """Accumulation dtype of two sets of factors."""
-    return widen(x.output_gradient_bso, y.output_gradient_bso)[0].dtype
-
-
 def _added(terms: object) -> Tensor:
     """Sum tensors of one shape."""
     total = None
@@ -137,10 +135,8 @@ def _added(terms: object) -> Tensor:
 
 
 def _token_gram(x_bsk: Tensor, y_qtk: Tensor) -> Tensor:
-    x_bsk, y_qtk = widen(x_bsk, y_qtk)
-    x_bsk, y_qtk = x_bsk.flatten(0, 1), y_qtk.flatten(0, 1)
-    dtype = torch.promote_types(x_bsk.dtype, y_qtk.dtype)
-    return x_bsk.to(dtype) @ y_qtk.to(dtype).t()
+    x_bsk, y_qtk = _one_dtype(x_bsk, y_qtk)
+    return x_bsk.flatten(0, 1) @ y_qtk.flatten(0, 1).t()
 
 
 def _linear_gram(
@@ -195,14 +191,58 @@ def _group(x: LinearFactors, group: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def _linear_dense_gram(x: LinearFactors, y: DenseGradient) -> Tensor:
+    """Write out ``x``'s weights and multiply; its bias meets ``y``'s without being joined."""
+    weight = to_dense(LinearFactors(x.activation_bsi, x.output_gradient_bso, groups=x.groups))
+    x_bd, y_qd = _one_dtype(weight.values_bd, y.values_bd)
+    products = _long_products(x_bd, y_qd[:, : y.weight_size])
+    if x.has_bias and y.has_bias:
+        g_bo = widen(x.output_gradient_bso)[0].sum(1)
+        products.addmm_(g_bo.to(x_bd.dtype), y_qd[:, y.weight_size :].t())
+    return products
+
+
+def _long_products(x_bd: Tensor, y_qd: Tensor) -> Tensor:
+    """Multiply a few very long rows with a few others, ``[b, d]`` by ``[q, d]``.
+
+    Cut into pieces of about 1,024 entries that are multiplied as one batch and added: the rows
+    stream through the cache once and the pieces spread over threads, which one product
+    with a long inner side does not.
+
+    Args:
+        x_bd: First rows.
+        y_qd: Second rows.
+
+    Returns:
+        Shape ``[b, q]``.
+    """
+    d = x_bd.shape[1]
+    pieces = d // 1024
+    if pieces < 8 or x_bd.shape[0] * y_qd.shape[0] > 4096:
+        return x_bd @ y_qd.t()
+    cut = d - d % pieces
+    x_pbk = x_bd[:, :cut].unflatten(1, (pieces, -1)).transpose(0, 1)
+    y_pkq = y_qd[:, :cut].unflatten(1, (pieces, -1)).permute(1, 2, 0)
+    products = torch.bmm(x_pbk, y_pkq).sum(0)
+    if cut < d:
+        products.addmm_(x_bd[:, cut:], y_qd[:, cut:].t())
+    return products
+
+
+def _one_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Widen both sides of a product to one dtype."""
+    x, y = widen(x, y)
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
+
+
 def _dense_gram(x: DenseGradient, y: DenseGradient) -> Tensor:
-    x_bd, y_qd = widen(x.values_bd, y.values_bd)
-    dtype = torch.promote_types(x_bd.dtype, y_qd.dtype)
+    x_bd, y_qd = _one_dtype(x.values_bd, y.values_bd)
     if x.has_bias and not y.has_bias:
         x_bd = x_bd[:, : x.weight_size]
     elif y.has_bias and not x.has_bias:
         y_qd = y_qd[:, : y.weight_size]
-    return x_bd.to(dtype) @ y_qd.to(dtype).t()
+    return x_bd @ y_qd.t()
 
 
 def _embedding_position_gram(x: EmbeddingFactors, y: LayerGradient) -> Tensor:
@@ -235,7 +275,7 @@ def _embedding_embedding_gram(x: EmbeddingFactors, y: EmbeddingFactors) -> Tenso
         index_qt = y.index_bs[start : start + step]
         products = _token_gram(x.output_gradient_bso, g_qto)
         products.mul_(x.index_bs.reshape(-1, 1) == index_qt.reshape(1, -1))
-        columns.append(products.view(b, s, -1, t).sum(3))
+        columns.append(products.view(b, s, index_qt.shape[0], t).sum(3))
     shares = torch.cat(columns, dim=-1) if columns else _no_columns(x)
     return _without_padding(x, shares)
 
@@ -255,11 +295,9 @@ def _without_padding(x: EmbeddingFactors, shares_bsq: Tensor) -> Tensor:
 def _linear_embedding_products(
     linear: LinearFactors, table: EmbeddingFactors, *, of_embedding: bool = False
 ) -> Tensor:
-    """Cross terms of one ``[v, o]`` weight used both as a projection and as a table.
-
-    The table's gradient has row ``index`` equal to ``e``; the projection's is ``g a^T`` with ``g``
-    over rows, so a pair of uses contributes ``g[index] (a . e)``.
-    """
+    """Cross terms of one ``[v, o]`` weight used both as a projection and as a table."""
+    # the table's gradient has row `index` equal to e; the projection's is g a^T with g over rows:
+    # a pair of uses contributes g[index] (a . e)
     b, s, q, t = (
         linear.num_examples,
         linear.num_positions,

@@ -18,7 +18,7 @@ from gradtrail.factors.types import (
     SumGradient,
 )
 
-__all__ = ["materialize", "to_dense", "widen"]
+__all__ = ["materialize", "to_dense", "widen", "write_dense"]
 
 
 def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -67,6 +67,27 @@ def materialize(gradient: LayerGradient) -> Tensor:
     if weight.dim() == 2:
         return torch.stack([weight, bias], dim=-1)
     return torch.cat([weight, bias.unsqueeze(-1)], dim=-1)
+
+
+def write_dense(gradient: LayerGradient, out_bd: Tensor) -> None:
+    """Write per-example gradients entry by entry into rows that exist already.
+
+    Args:
+        gradient: Gradients of any kind.
+        out_bd: Where to, laid out as ``to_dense`` does. Shape ``[b, d]``.
+    """
+    plain = isinstance(gradient, LinearFactors) and gradient.groups == 1
+    if not plain or gradient.activation_bsi.shape[2] == 0:
+        out_bd.copy_(to_dense(gradient).values_bd)
+        return
+    a_bsi, g_bso = widen(gradient.activation_bsi, gradient.output_gradient_bso)
+    if a_bsi.dtype != out_bd.dtype or g_bso.dtype != out_bd.dtype:
+        out_bd.copy_(to_dense(gradient).values_bd)
+        return
+    o, i = g_bso.shape[2], a_bsi.shape[2]
+    torch.bmm(g_bso.transpose(1, 2), a_bsi, out=out_bd[:, : o * i].unflatten(1, (o, i)))
+    if gradient.has_bias:
+        torch.sum(g_bso, 1, out=out_bd[:, o * i :])
 
 
 def _dense_linear(x: LinearFactors) -> DenseGradient:

@@ -50,9 +50,9 @@ def _paired(x: LayerGradient, y: LayerGradient, route: Route | None) -> Tensor:
         return _paired_linear_embedding(x, y)
     if isinstance(x, EmbeddingFactors) and isinstance(y, LinearFactors):
         return _paired_linear_embedding(y, x)
-    if isinstance(x, LinearFactors) and isinstance(y, LinearFactors):
-        if (route or cheaper_norm_route(x)) == "factored":
-            return _paired_linear(x, y)
+    linear = isinstance(x, LinearFactors) and isinstance(y, LinearFactors)
+    if linear and (route or cheaper_norm_route(x)) == "factored":
+        return _paired_linear(x, y)
     x_bd = to_dense(x).values_bd
     (x_bd,) = widen(x_bd)
     y_bd = x_bd if y is x else widen(to_dense(y).values_bd)[0]

@@ -6,7 +6,9 @@ it (a backward that raised, that never came, or came twice), the next forward st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +20,14 @@ from gradtrail.errors import CaptureError
 from gradtrail.factors import LayerGradient, SumGradient
 from gradtrail.hooks.layers import LayerCall
 from gradtrail.hooks.layout import BATCH_FIRST, Layout, batch_first, guess_layout
+from gradtrail.hooks.provenance import are_picked
 from gradtrail.hooks.saved import SavedInput
 from gradtrail.hooks.selection import Owner, Unit
 
 __all__ = ["Anchor", "Capture", "HookedModule", "Sink"]
 
 Sink = Callable[[str, LayerGradient], None]
+_SHARED_WITHIN = 4  # calls after which an input is no longer looked for: q, k, v and a gate
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +78,12 @@ class Capture:
         layouts: Known layouts by module name; others are guessed.
         scale: What every output gradient is multiplied by, to undo a mean.
         refused: By module name, why its examples could not be told apart.
+        start: Asked by every layer that a backward reaches; False: the backward is ignored.
+        called: Names of the modules that were called.
+        completed: Names of the layers whose gradient is whole.
+        keep_graph: Whether another backward through the same graph may come.
+        reentrant: Whether a layer of a live pass ran without a graph, as under checkpointing.
+        running: Whether a backward is under way.
     """
 
     batch: int
@@ -83,14 +93,18 @@ class Capture:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     scale: float | Tensor | None = None
     refused: dict[str, str] = field(default_factory=dict)
+    start: Callable[[], bool] = lambda: True
     called: set[str] = field(default_factory=set)
     completed: set[str] = field(default_factory=set)
     keep_graph: bool = False
     reentrant: bool = False
+    running: bool = False
     _expected: dict[str, int] = field(default_factory=dict)
     _parts: dict[str, list[LayerGradient]] = field(default_factory=dict)
     _arrived: dict[str, int] = field(default_factory=dict)
-    _saved: list[SavedInput] = field(default_factory=list)
+    # weak: the graph holds what it needs, and under checkpointing it would be held by it
+    _saved: list[weakref.ref[SavedInput]] = field(default_factory=list)
+    _recent: deque[weakref.ref[SavedInput]] = field(default_factory=deque)
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     def on_call(
@@ -118,11 +132,7 @@ class Capture:
             self.reentrant = self.reentrant or self.live
             self._expect(hooked, recomputed=recomputed)
             return output
-        layout = self.layouts.get(hooked.name) or guess_layout(
-            tuple(call.inputs.shape), self.batch, self.tokens
-        )
-        if layout.kind == "expand":
-            layout = BATCH_FIRST if call.inputs.shape[0] == self.batch else Layout("shared")
+        layout = self._layout(hooked.name, call.inputs)
         if layout.reason is not None:
             self.refused[hooked.name] = layout.reason
             return output
@@ -131,14 +141,44 @@ class Capture:
                 return output
             output = Anchor.apply(output, self._anchor)
         self._expect(hooked, recomputed=recomputed)
-        saved = self._save(call)
-        output.register_hook(partial(self._on_gradient, hooked, layout, saved, tuple(call.extras)))
+        saved = self._save(call, recomputed=recomputed)
+        take = partial(self._on_gradient, hooked, layout, saved, tuple(call.extras))
+        output.register_hook(partial(take, recomputed=recomputed))
         return output
+
+    def _layout(self, name: str, inputs: Tensor) -> Layout:
+        """Where one call's input holds the batch."""
+        layout = self.layouts.get(name)
+        if layout is None:
+            layout = guess_layout(tuple(inputs.shape), self.batch, self.tokens)
+            if layout.kind == "axis" and self.tokens == self.batch and _counts_positions(inputs):
+                layout = Layout("shared")
+        if layout.kind == "expand":
+            repeated = inputs.shape[0] == self.batch and inputs.stride(0) == 0
+            layout = BATCH_FIRST if repeated or self.batch == 1 else Layout("shared")
+        if layout == BATCH_FIRST and self.tokens > 1 and are_picked(inputs, self.batch):
+            layout = Layout("unknown")
+        return layout
 
     def end_forward(self) -> None:
         """Stop telling shared inputs apart: the forward is over."""
-        for saved in self._saved[-4:]:
+        for saved in _alive(self._recent):
             saved.close()
+        self._recent.clear()
+
+    def begin(self, *, keep_graph: bool) -> None:
+        """Start a backward, whatever an earlier one through the same graph left behind.
+
+        Args:
+            keep_graph: Whether another one may come.
+        """
+        self.running = True
+        self.keep_graph = keep_graph
+        self.completed.clear()
+        self._parts.clear()
+        self._arrived.clear()
+        for saved in _alive(self._saved):
+            saved.restart()
 
     def missing(self, units: tuple[Unit, ...]) -> tuple[str, ...]:
         """Names of the layers that no gradient reached."""
@@ -148,9 +188,10 @@ class Capture:
         """End the backward: hand on what waited for calls that brought nothing, let go of all."""
         for name in list(self._parts):
             self._emit(name)
-        for saved in self._saved:
-            saved.finish(keep=self.keep_graph)
+        self.running = False
         self._arrived.clear()
+        for saved in _alive(self._saved):
+            saved.restart() if self.keep_graph else saved.release()
         if not self.keep_graph:
             self._saved.clear()
 
@@ -159,15 +200,20 @@ class Capture:
             for unit, _ in hooked.memberships:
                 self._expected[unit.name] = self._expected.get(unit.name, 0) + 1
 
-    def _save(self, call: LayerCall) -> SavedInput:
+    def _save(self, call: LayerCall, *, recomputed: bool) -> SavedInput:
         """Save a call's tensors, once for the layers that read the same ones in a row."""
         tensors = (call.inputs, *call.extras.values())
-        saved = next((one for one in reversed(self._saved[-4:]) if one.holds(tensors)), None)
+        known = reversed(list(_alive(self._recent)))
+        saved = next((one for one in known if one.holds(tensors)), None)
         if saved is None:
             saved = SavedInput(tensors)
-            self._saved.append(saved)
-            if len(self._saved) > 4:
-                self._saved[-5].close()
+            reference = weakref.ref(saved)
+            if not recomputed:
+                self._saved.append(reference)
+            self._recent.append(reference)
+            if len(self._recent) > _SHARED_WITHIN:
+                for oldest in _alive([self._recent.popleft()]):
+                    oldest.close()
         saved.add_reader(tensors, self._anchor)
         return saved
 
@@ -178,7 +224,17 @@ class Capture:
         saved: SavedInput,
         extras: tuple[str, ...],
         output_gradient: Tensor,
+        *,
+        recomputed: bool,
     ) -> None:
+        # an outer call belongs to the outermost backward, which may not have been announced
+        if not (self.running if recomputed else self.start()):
+            return
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "A captured backward must not build a graph of itself, got create_graph=True: the "
+                "next one would bring other gradients than an example's own. Take it outside."
+            )
         tensors, derived = saved.read(hooked.name)
         with torch.no_grad():
             inputs = batch_first(tensors[0], layout, self.batch, self.tokens)
@@ -190,7 +246,7 @@ class Capture:
                     f"{tuple(output_gradient.shape)}. Leave it out or use batch size 1."
                 )
             if self.scale is not None:
-                gradient = gradient * self.scale
+                gradient = _scaled(gradient, self.scale)
             if layout.kind != "axis" or layout.axis:
                 derived = derived.setdefault("layout", {})
             call = LayerCall(inputs, dict(zip(extras, tensors[1:], strict=True)), derived)
@@ -208,3 +264,37 @@ class Capture:
         parts = self._parts.pop(name)
         self.completed.add(name)
         self.sink(name, parts[0] if len(parts) == 1 else SumGradient(tuple(parts)))
+
+
+def _counts_positions(index: Tensor) -> bool:
+    """Whether an index with as many positions as examples counts or relates the positions.
+
+    Such an index, ``[s]`` or ``[s, s]``, serves the whole batch. Read only where it may be either.
+
+    Args:
+        index: A table's input, its first axis as long as the batch and as the sequence.
+
+    Returns:
+        Whether it goes up by one, or depends on the difference of row and column alone.
+    """
+    size = index.shape[0]
+    if index.is_floating_point() or size < 2:
+        return False
+    if index.dim() == 1:
+        return torch.equal(index - index[0], torch.arange(size, device=index.device))
+    if index.dim() != 2 or index.shape[1] != size:
+        return False
+    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
+
+
+def _alive(references: Iterable[weakref.ref[SavedInput]]) -> Iterator[SavedInput]:
+    for reference in references:
+        saved = reference()
+        if saved is not None:
+            yield saved
+
+
+def _scaled(gradient: Tensor, scale: float | Tensor) -> Tensor:
+    """Undo a mean, in float32 or wider: low precision would round or overflow."""
+    wide = gradient if gradient.dtype == torch.float64 else gradient.float()
+    return wide * (scale.to(gradient.device) if isinstance(scale, Tensor) else scale)

@@ -22,12 +22,11 @@ def example_id(item: Mapping[str, Any] | Tensor, fields: Iterable[str] | None = 
     """Hash one raw item.
 
     Args:
-        item: Fields by name (tensors, numbers or lists of numbers; others are ignored), or a tensor.
+        item: Fields by name (tensors, numbers, lists of numbers; others are ignored), or a tensor.
         fields: Names of the fields that count; None means all.
 
     Returns:
         32 hexadecimal digits, equal to the id of the item's row in any padded batch.
-
     """
     named = item if isinstance(item, Mapping) else {"0": item}
     tensors = {name: _as_tensor(value) for name, value in named.items()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -14,12 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from gradtrail.errors import CaptureError, GradTrailWarning
-from gradtrail.hooks.capture import Anchor, Capture, Sink
-from gradtrail.hooks.layout import Layout, compare_shapes
+from gradtrail.factors import to_dense
+from gradtrail.hooks.capture import Anchor, Capture, HookedModule, Sink
+from gradtrail.hooks.fused import fuse_elementwise
+from gradtrail.hooks.layout import Layout, Seen, compare_calls, confirm_order
+from gradtrail.hooks.outside import OutsideReads
 from gradtrail.hooks.selection import Selection
 from gradtrail.hooks.taps import Taps
 
-__all__ = ["LivePass"]
+__all__ = ["LivePass", "is_fixed"]
+
+_SAME = 1e-2
+_ROW = Seen((), torch.zeros(1), whole=False)
+
+# modules of models in a live pass, with how many passes are open
+_FIXED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def is_fixed(module: nn.Module) -> bool:
+    """Tell whether a live pass is open over a model that this module belongs to."""
+    return module in _FIXED
 
 
 class LivePass:
@@ -52,6 +68,8 @@ class LivePass:
             The open pass.
         """
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
             stack.callback(_restore_random_state, *_random_state())
             for parameter in self.model.parameters():
                 stack.callback(parameter.requires_grad_, parameter.requires_grad)
@@ -59,8 +77,15 @@ class LivePass:
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)
                 module.training = False
+            stack.enter_context(_fixed(self.model))
+            # torch's fused attention passes over the layers, and drops padded rows
+            stack.callback(
+                torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+            )
+            torch.backends.mha.set_fastpath_enabled(False)  # noqa: FBT003  # torch's own signature
             stack.callback(self.taps.remove)
             self.taps.install()
+            fuse_elementwise(self.model, stack)
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
@@ -75,24 +100,25 @@ class LivePass:
         """Put everything back."""
         self._stack.__exit__(kind, error, trace)
 
-    def probe(self, run: Callable[[int], Any], tokens: int) -> None:
+    def probe(self, run: Callable[[Sequence[int]], Any], tokens: int, num_rows: int) -> None:
         """Find out where each layer holds the batch, and drop layers that hold no examples.
 
         Args:
-            run: Runs the model's forward on one example repeated the given number of times.
-            tokens: Number of positions of that example in the model's own input.
+            run: Runs the model's forward on the rows with the given numbers.
+            tokens: Number of positions of the first row in the model's own input.
+            num_rows: Number of rows that may be asked for, at least 1; a few are enough.
 
         Raises:
             CaptureError: If a layer the user named cannot tell its examples apart.
         """
-        seen = []
-        for copies in (1, 2):
-            with torch.no_grad(), self.taps.recording_shapes() as shapes:
-                run(copies)
-            seen.append(shapes)
-        reasons: dict[str, str] = {}
+        reads = OutsideReads(self.taps.modules)
+        with _before_inputs_are_open():
+            with reads:
+                self._look(run, [0])
+            layouts = self._find_layouts(run, tokens, range(num_rows))
+        reasons = reads.reasons()
         for hooked in self.taps.modules:
-            layout = _layout_of(hooked.name, seen, tokens)
+            layout = layouts[hooked.name]
             if layout is None:
                 continue
             self._layouts[hooked.name] = layout
@@ -124,7 +150,9 @@ class LivePass:
         Raises:
             CaptureError: If no gradient reached any layer, or a layer's rows do not fit.
         """
-        capture, values = self._forward(losses, batch, tokens, sink)
+        first = not self.reached and not self._opened
+        with _before_inputs_are_open() if first else nullcontext():
+            capture, values = self._forward(losses, batch, tokens, sink)
         if capture.reentrant and not self._opened:
             self._open_inputs()
             capture, values = self._forward(losses, batch, tokens, sink)
@@ -135,7 +163,8 @@ class LivePass:
             with self.taps.backward(capture):
                 values.sum().backward()
             capture.finish()
-        if not capture.completed and batch:
+        constant_zero = not values.requires_grad and not values.any()
+        if not capture.completed and not constant_zero:
             called = "none was called" if not capture.called else "the loss does not depend on them"
             listed = ", ".join(unit.name for unit in self.selection.units[:3])
             raise CaptureError(
@@ -154,7 +183,7 @@ class LivePass:
         self, losses: Callable[[], Tensor], batch: int, tokens: int, sink: Sink
     ) -> tuple[Capture, Tensor]:
         capture = Capture(batch, tokens, sink, live=True, layouts=self._layouts)
-        with torch.inference_mode(mode=False), torch.enable_grad(), self.taps.forward(capture):
+        with self.taps.forward(capture):
             values = losses()
         if not isinstance(values, Tensor) or values.shape != (batch,):
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -164,12 +193,96 @@ class LivePass:
             )
         return capture, values
 
+    def _find_layouts(
+        self, run: Callable[[Sequence[int]], Any], tokens: int, rows: range
+    ) -> dict[str, Layout | None]:
+        """Layout by module name, None where no row called the module."""
+        one, two = self._look(run, [0]), self._look(run, [0, 0])
+        modules = {hooked.name: hooked for hooked in self.taps.modules}
+        names = list(modules)
+        layouts = {
+            name: compare_calls(one.get(name, ()), two.get(name, ()), tokens) for name in names
+        }
+        for name in names:
+            if layouts[name] == Layout("expand") and not self._expands(name, run, tokens):
+                layouts[name] = Layout("shared")
+        # whole sequences keep their example's place; single rows may come from a router
+        doubtful = [name for name in names if not all(look.whole for look in one.get(name, [_ROW]))]
+        if doubtful and len(rows) > 1:
+            there, back = self._look(run, rows), self._look(run, rows[::-1])
+            for name in doubtful:
+                layouts[name] = confirm_order(
+                    layouts[name], there.get(name, ()), back.get(name, ()), len(rows), tokens
+                )
+        routed = {
+            _kind_of(modules[name]) for name in doubtful if layouts[name] == Layout("unknown")
+        }
+        # an expert may have passed by chance where the one beside it did not
+        return layouts | {
+            name: Layout("unknown") for name in doubtful if _kind_of(modules[name]) in routed
+        }
+
+    def _look(
+        self, run: Callable[[Sequence[int]], Any], rows: Sequence[int]
+    ) -> dict[str, list[Seen]]:
+        """Run some rows and note the layers' inputs."""
+        with torch.no_grad(), self.taps.recording() as seen:
+            run(rows)
+        return seen
+
+    def _expands(self, name: str, run: Callable[[Sequence[int]], Any], tokens: int) -> bool:
+        """Whether a table read once for all examples may be read once for each instead.
+
+        Args:
+            name: Name of the module.
+            run: Runs the model's forward on the rows with the given numbers.
+            tokens: Number of positions of the first row in the model's own input.
+
+        Returns:
+            Whether the same example twice gives one gradient twice.
+        """
+        taps = Taps(tuple(u for u in self.selection.units if name in {o.name for o in u.owners}))
+        found: list[Tensor] = []
+        capture = Capture(
+            2,
+            tokens,
+            lambda _, gradient: found.append(to_dense(gradient).values_bd),
+            live=True,
+            layouts={name: Layout("expand")},
+        )
+        taps.install()
+        try:
+            with taps.forward(capture):
+                output = run([0, 0])
+            if isinstance(output, Tensor) and output.requires_grad:
+                with taps.backward(capture):
+                    output.sum().backward()
+                capture.finish()
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        finally:
+            taps.remove()
+        gaps = [(values[0] - values[1]).abs().max() for values in found]
+        tops = [_SAME * values.abs().max() for values in found]
+        return not capture.refused and not any(
+            bool(gap > top) for gap, top in zip(gaps, tops, strict=True)
+        )
+
     def _drop(self, reasons: dict[str, str]) -> None:
-        """Leave out layers found unsupported, and say so."""
+        """Leave out layers found unsupported, and say so.
+
+        Args:
+            reasons: By layer name, why.
+
+        Raises:
+            CaptureError: If no layer is left.
+        """
         units = tuple(unit for unit in self.selection.units if unit.name not in reasons)
         coverage = self.selection.coverage.without_layers(reasons)
         self.selection = replace(self.selection, units=units, coverage=coverage)
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
+        if not units:
+            raise CaptureError(f"The model must have a layer that holds examples, got {listed}.")
         more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         warnings.warn(
             f"{len(reasons)} layers are left out ({listed}{more}); coverage() lists them.",
@@ -204,20 +317,33 @@ class LivePass:
                 self._stack.callback(module.register_forward_hook(leave).remove)
 
 
-def _layout_of(
-    name: str, seen: list[dict[str, list[tuple[int, ...]]]], tokens: int
-) -> Layout | None:
-    """Layout of one module from its calls on one example and on two."""
-    one, two = (shapes.get(name, []) for shapes in seen)
-    if not one and not two:
-        return None
-    if len(one) != len(two):
-        return Layout("unknown")
-    layouts = {compare_shapes(left, right, tokens) for left, right in zip(one, two, strict=True)}
-    if len(layouts) == 1:
-        return layouts.pop()
-    bad = [layout for layout in layouts if layout.reason is not None]
-    return bad[0] if bad else Layout("unknown")
+def _kind_of(hooked: HookedModule) -> tuple[str, type[nn.Module], tuple[torch.Size, ...]]:
+    """What the modules of one list have in common: the name but for numbers, class and shapes."""
+    shapes = tuple(parameter.shape for parameter in hooked.module.parameters())
+    return re.sub(r"\d+", "*", hooked.name), type(hooked.module), shapes
+
+
+@contextmanager
+def _before_inputs_are_open() -> Iterator[None]:
+    """Silence reentrant checkpointing about inputs without a graph: they are given one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        yield
+
+
+@contextmanager
+def _fixed(model: nn.Module) -> Iterator[None]:
+    """Mark a model's modules, so that captures of training leave a live pass alone."""
+    modules = list(model.modules())
+    for module in modules:
+        _FIXED[module] = _FIXED.get(module, 0) + 1
+    try:
+        yield
+    finally:
+        for module in modules:
+            _FIXED[module] -= 1
+            if not _FIXED[module]:
+                del _FIXED[module]
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:

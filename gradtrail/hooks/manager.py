@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -27,6 +27,9 @@ from gradtrail.hooks.capture import Capture
 from gradtrail.hooks.coverage import Coverage
 from gradtrail.hooks.identity import batch_ids
 from gradtrail.hooks.labels import counted_labels
+from gradtrail.hooks.live import is_fixed
+from gradtrail.hooks.notices import reasons_of, warn_frozen
+from gradtrail.hooks.outside import OutsideReads
 from gradtrail.hooks.selection import LayerChoice, select_layers
 from gradtrail.hooks.taps import Taps
 from gradtrail.hooks.tensors import tensors_in
@@ -106,7 +109,11 @@ class HookManager:
         self._open: list[_Step | None] = []
         self._reported: set[frozenset[str]] = set()
         self._refused: dict[str, str] = {}
-        _warn_frozen(model, self._selection.units)
+        self._strayed = False
+        self._reads: OutsideReads | None = None
+        self._has_looked = False
+        self._outside: dict[str, str] = {}
+        warn_frozen(model, self._selection)
 
     @property
     def coverage(self) -> Coverage:
@@ -122,6 +129,8 @@ class HookManager:
     def collect(self) -> Iterator[HookManager]:
         """Capture every forward with a backward made inside.
 
+        Compiled code runs uncompiled inside: it would pass over the hooks.
+
         Yields:
             The manager.
 
@@ -130,15 +139,26 @@ class HookManager:
         """
         if self._handles:
             raise RuntimeError("collect() must not be nested, got a manager that is collecting.")
-        self._taps.install()
-        self._handles = [
-            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.model.register_forward_hook(self._leave, always_call=True),
-        ]
-        try:
+
+        # plain functions: a copy of the model carries them along without copying the manager
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is self.model:
+                self._enter(args, kwargs)
+
+        def leave(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+            if module is self.model:
+                self._leave(output)
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.callback(self.remove)
+            self._taps.install()
+            self._taps.on_stray = self._warn_stray
+            self._handles = [
+                self.model.register_forward_pre_hook(enter, with_kwargs=True),
+                self.model.register_forward_hook(leave, always_call=True),
+            ]
             yield self
-        finally:
-            self.remove()
 
     def remove(self) -> None:
         """Take every hook off the model; ``collect()`` puts them on again."""
@@ -146,16 +166,22 @@ class HookManager:
             handle.remove()
         self._handles.clear()
         self._taps.remove()
-        self._taps.current = self._taps.running = None
+        self._taps.current = None
+        self._taps.recompute_for(None)
         self._open.clear()
+        self._stop_looking()
 
-    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start a capture at the root forward."""
+        if torch.compiler.is_compiling():
+            raise CaptureError(
+                "The model must run uncompiled while it is captured, got torch.compile inside "
+                "collect(). Compile it before."
+            )
         nested = bool(self._open)
-        if nested or not torch.is_grad_enabled():
+        if nested or not torch.is_grad_enabled() or is_fixed(self.model):
             self._open.append(None)
             return
-        self._taps.running = None
         fields = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
         main = first_tensor(fields)
         if main is None or main.dim() == 0:
@@ -167,49 +193,65 @@ class HookManager:
         capture = Capture(size, tokens_of(fields), sink=_ignore, scale=self._scale(fields, size))
         step = _Step(capture, self._ids(fields, size))
         capture.sink = partial(self._keep, step)
+        capture.start = partial(self._begin_backward, step)
         self._open.append(step)
         self._taps.current = capture
+        if not self._has_looked:  # the first forward is as good as any
+            self._has_looked = True
+            self._reads = OutsideReads(self._taps.modules)
+            self._reads.__enter__()
 
-    def _leave(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    def _leave(self, output: Any) -> None:  # noqa: ANN401
         """End the forward and wait for the backward at the model's outputs."""
         step = self._open.pop() if self._open else None
         if step is None:
             return
         self._taps.current = None
         step.capture.end_forward()
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._begin_backward, step))
+        self._outside |= self._stop_looking()
 
-    def _begin_backward(self, step: _Step, _gradient: Tensor) -> None:
-        """At the first output reached by a backward: arrange for its end to be noticed."""
+        def announce(_gradient: Tensor) -> None:
+            self._begin_backward(step)
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:  # a hook on a leaf would outlive the step
+                tensor.register_hook(announce)
+
+    def _begin_backward(self, step: _Step) -> bool:
+        """At the first output (or layer) reached by a backward: arrange to notice its end.
+
+        Returns:
+            Whether the backward is captured.
+        """
+        if not self._handles:
+            step.capture.running = False
+            return False
         task = torch._C._current_graph_task_id()  # noqa: SLF001  # no public way to know the task
-        if step.task == task or not self._handles:
-            return
-        step.task = task
-        step.layers.clear()
-        step.capture.keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
-        self._taps.running = step.capture
-        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP and FSDP do
-        engine.queue_callback(partial(self._end_backward, step))
+        if step.task != task:
+            step.task = task
+            step.layers.clear()
+            keep = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
+            step.capture.begin(keep_graph=keep)
+            self._taps.recompute_for(step.capture)
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP does
+            engine.queue_callback(partial(self._end_backward, step))
+        return True
 
     def _end_backward(self, step: _Step) -> None:
         """Make the block of a backward that came to its end."""
         capture = step.capture
         capture.finish()
-        if self._taps.running is capture:
-            self._taps.running = None
         self._drop_refused(step)
         missing = frozenset(capture.missing(self._selection.units)) - set(self._refused)
         if not step.layers and self._selection.units:
+            why = reasons_of(capture, sorted(missing)) or _listed(self._refused)
             raise CaptureError(
-                "A step must bring a gradient to a captured layer, got none at "
-                f"{_reasons(capture, sorted(missing))}."
+                f"A step must bring a gradient to a captured layer, got none at {why}."
             )
         if missing and missing not in self._reported:
             self._reported.add(missing)
             warnings.warn(
-                f"No gradient reached {_reasons(capture, sorted(missing))}; the step has the "
+                f"No gradient reached {reasons_of(capture, sorted(missing))}; the step has the "
                 "others.",
                 GradTrailWarning,
                 stacklevel=2,
@@ -233,24 +275,43 @@ class HookManager:
 
     def _drop_refused(self, step: _Step) -> None:
         """Leave out layers whose examples cannot be told apart; an error where they were named."""
-        reasons = {
+        reasons = self._outside | {
             unit.name: step.capture.refused[hooked.name]
             for hooked in self._taps.modules
             if hooked.name in step.capture.refused
             for unit, _ in hooked.memberships
         }
-        for name in reasons:
-            step.layers.pop(name, None)
         fresh = {name: why for name, why in reasons.items() if name not in self._refused}
+        self._refused |= fresh
+        for name in self._refused:  # also where this step's shapes happen to fit
+            step.layers.pop(name, None)
         if not fresh:
             return
-        self._refused |= fresh
-        listed = "; ".join(f"{name}: {why}" for name, why in fresh.items())
+        listed = _listed(fresh)
         if self._selection.explicit:
             raise CaptureError(f"layers must name layers that see one row an example: {listed}.")
         warnings.warn(
             f"Layers are left out ({listed}); coverage lists them.", GradTrailWarning, stacklevel=2
         )
+
+    def _stop_looking(self) -> dict[str, str]:
+        """End the search for parameters read outside; why their layers cannot be captured."""
+        reads, self._reads = self._reads, None
+        if reads is None:
+            return {}
+        reads.__exit__(None, None, None)
+        return reads.reasons()
+
+    def _warn_stray(self, name: str) -> None:
+        """Say once that a layer ran outside the model's own call."""
+        if not self._strayed and not is_fixed(self.model):
+            self._strayed = True
+            warnings.warn(
+                f"{name} was called outside the model's own forward, which is not captured: a step "
+                f"starts where {type(self.model).__name__} itself is called.",
+                GradTrailWarning,
+                stacklevel=2,
+            )
 
     def _ids(self, fields: dict[str, Any], size: int) -> tuple[int | str, ...]:
         """Ids of a step's examples."""
@@ -284,48 +345,13 @@ def _ignore(_name: str, _gradient: LayerGradient) -> None:
     """Stand in for a sink until the step that holds the real one exists."""
 
 
+def _listed(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
+
+
 def _dense_is_smaller(gradient: LayerGradient) -> bool:
     """Compare ``s (i + o)`` numbers of factors with ``i o`` written out."""
     if not isinstance(gradient, LinearFactors):
         return False
     i, o = gradient.activation_bsi.shape[2], gradient.output_gradient_bso.shape[2]
     return gradient.num_positions * (i + o) >= (i // gradient.groups) * o
-
-
-def _reasons(capture: Capture, names: Sequence[str]) -> str:
-    """Names with why no gradient came."""
-    shown = [
-        f"{name} ({'no gradient flows to it' if name in capture.called else 'never called'})"
-        for name in names[:5]
-    ]
-    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _warn_frozen(model: nn.Module, units: Sequence[Any]) -> None:
-    """Say at registration when no gradient can come."""
-    if not units:
-        warnings.warn(
-            "Every layer that could be captured is frozen, so nothing will be. Pass "
-            "include_frozen=True or train some layer.",
-            GradTrailWarning,
-            stacklevel=3,
-        )
-        return
-    order = {id(module): place for place, module in enumerate(model.modules())}
-    trained = [
-        order[id(module)]
-        for module in model.modules()
-        if any(p is not None and p.requires_grad for p in module._parameters.values())  # noqa: SLF001
-    ]
-    first = min(trained, default=len(order))
-    early = [
-        unit.name for unit in units if all(order[id(own.module)] < first for own in unit.owners)
-    ]
-    if early:
-        shown = ", ".join(early[:5]) + (", ..." if len(early) > 5 else "")
-        warnings.warn(
-            f"No trained parameter comes before {len(early)} frozen layers ({shown}): no gradient "
-            "may reach them.",
-            GradTrailWarning,
-            stacklevel=3,
-        )

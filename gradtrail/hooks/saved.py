@@ -102,13 +102,12 @@ class SavedInput:
             self._value = None
         return value
 
-    def finish(self, *, keep: bool) -> None:
-        """End a backward.
-
-        Args:
-            keep: Whether another backward through the same graph may come.
-        """
+    def restart(self) -> None:
+        """Expect every reader once more, whatever an earlier backward read."""
         self._value = None
         self._remaining = len(self._nodes)
-        if not keep:
-            self._nodes.clear()
+
+    def release(self) -> None:
+        """Let go of the tensors: no other backward can come."""
+        self._value = None
+        self._nodes.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,12 +13,16 @@ from torch import nn
 from gradtrail.errors import UnsupportedLayerError
 from gradtrail.hooks.coverage import Coverage, ParameterCoverage
 from gradtrail.hooks.layers import LAYERS, AbstractLayerRule, Roles
+from gradtrail.hooks.reads import mentions
 from gradtrail.options import near_names
 
 __all__ = ["LayerChoice", "Owner", "Selection", "Unit", "select_layers"]
 
 _Pattern: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 LayerChoice: TypeAlias = _Pattern | Sequence[_Pattern] | None
+
+_SPARSE = re.compile("moe|sparse", re.IGNORECASE)
+_ROUTED = "a router chooses the rows it sees, which cannot be assigned to examples"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +101,14 @@ def select_layers(
         include_frozen: Whether parameters that are not trained count too.
 
     Returns:
-        The captured layers; modules that share a parameter are chosen or left out together.
-
-    Raises:
-        ValueError: If a pattern matches nothing or nothing is left to capture; a layer named in
-            full that has no rule raises ``UnsupportedLayerError``.
+        The captured layers; modules that share a parameter are chosen or left out together. A
+        pattern that matches nothing and a choice that leaves nothing raise ``ValueError``, a layer
+        named in full that has no rule ``UnsupportedLayerError``.
     """
     uses = _parameter_uses(model)
-    supported = {use.module_name: use for group in uses.values() for use in group if not use.reason}
-    wanted = _matching(model, layers, "layers", supported) if layers is not None else None
-    unwanted = _matching(model, exclude, "exclude", supported) if exclude is not None else set()
+    every = [use for group in uses.values() for use in group]
+    wanted = _matching(model, layers, "layers", every) if layers is not None else None
+    unwanted = _matching(model, exclude, "exclude", every) if exclude is not None else set()
     names = dict(_first_names(model))
     entries, chosen = [], {}
     for key, group in uses.items():
@@ -114,9 +117,7 @@ def select_layers(
         if entry.status == "covered":
             chosen[key] = group
     if wanted is not None and not chosen:
-        _refuse_empty(wanted, uses)
-    if not chosen and layers is not None:
-        raise ValueError("layers must match a layer with a trained parameter, got none.")
+        _refuse_empty(wanted, uses, entries)
     units, layer_of = _build_units(chosen)
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     units.sort(key=lambda unit: order[unit.owners[0].name])
@@ -137,6 +138,7 @@ def _first_names(model: nn.Module) -> Iterable[tuple[int, tuple[str, nn.Paramete
 def _parameter_uses(model: nn.Module) -> dict[int, list[_Use]]:
     """List, for every parameter, the modules that own it and whether a rule serves them."""
     uses: dict[int, list[_Use]] = {id(parameter): [] for parameter in model.parameters()}
+    routed = _routed_modules(model)
     for module_name, module in model.named_modules():
         found = LAYERS.find(module)
         for role, parameter in module._parameters.items():  # noqa: SLF001  # the dict itself keeps duplicates
@@ -148,9 +150,34 @@ def _parameter_uses(model: nn.Module) -> dict[int, list[_Use]]:
             else:
                 rule, cls = found
                 trusted = _is_trusted(module, cls)
-                reason = rule.refusal(module) or ""
+                reason = rule.refusal(module) or (_ROUTED if module in routed else "")
             uses[id(parameter)].append(_Use(module_name, module, role, rule, trusted, reason))
-    return uses
+    return {key: _without_names(group) for key, group in uses.items()}
+
+
+def _routed_modules(model: nn.Module) -> set[nn.Module]:
+    """Experts of sparse mixtures as ``transformers`` before 5 builds them, one module each."""
+    mixtures = [m for m in model.modules() if _SPARSE.search(type(m).__name__)]
+    experts = (m._modules.get("experts") for m in mixtures)  # noqa: SLF001
+    return {
+        module
+        for group in experts
+        if isinstance(group, (nn.ModuleList, nn.ModuleDict))
+        for module in group.modules()
+    }
+
+
+def _without_names(group: list[_Use]) -> list[_Use]:
+    """Leave out containers that only name a parameter of something inside them."""
+
+    def only_names(use: _Use) -> bool:
+        inside = any(
+            other.module is not use.module and other.module in use.module.modules()
+            for other in group
+        )
+        return inside and not mentions(use.module, use.role)
+
+    return [use for use in group if not use.reason or not only_names(use)]
 
 
 def _is_trusted(module: nn.Module, cls: type[nn.Module] | None) -> bool:
@@ -217,9 +244,7 @@ def _owner(use: _Use, roles: set[str]) -> Owner:
     )
 
 
-def _matching(
-    model: nn.Module, choice: LayerChoice, option: str, supported: dict[str, _Use]
-) -> set[str]:
+def _matching(model: nn.Module, choice: LayerChoice, option: str, uses: Sequence[_Use]) -> set[str]:
     """Names of the modules that a choice takes."""
     patterns = list(choice) if isinstance(choice, (list, tuple, set, frozenset)) else [choice]
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -233,23 +258,31 @@ def _matching(
         }
         found = {name for name in hits | inside if _owns_parameters(modules[name])}
         if not found:
-            near = near_names(str(pattern), supported)
+            shown = pattern.__name__ if isinstance(pattern, type) else str(pattern)
+            supported = (use.module_name for use in uses if not use.reason)
+            near = near_names(shown, dict.fromkeys(supported))
             raise ValueError(
                 f"{option} must match a layer of the model, got {pattern!r}, which matches none. "
                 f"Near names: {near}."
             )
         if option == "layers" and isinstance(pattern, str) and pattern in modules:
-            _refuse_unsupported(pattern, modules[pattern], supported)
+            _refuse_unsupported(pattern, modules[pattern], uses)
         taken |= found
     first_names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     return {first_names[id(modules[name])] for name in taken}
 
 
 def _hit(pattern: _Pattern, name: str, module: nn.Module) -> bool:
+    """Whether one pattern takes one module itself."""
     if isinstance(pattern, str):
         return fnmatch.fnmatchcase(name, pattern)
     if isinstance(pattern, type):
         return isinstance(module, pattern)
+    if not callable(pattern):
+        raise TypeError(
+            "layers and exclude must be glob patterns, module types or callables (name, module), "
+            f"got {type(pattern).__name__}."
+        )
     return bool(pattern(name, module))
 
 
@@ -257,27 +290,24 @@ def _owns_parameters(module: nn.Module) -> bool:
     return any(parameter is not None for parameter in module._parameters.values())  # noqa: SLF001
 
 
-def _refuse_unsupported(name: str, module: nn.Module, supported: dict[str, _Use]) -> None:
+def _refuse_unsupported(name: str, module: nn.Module, uses: Iterable[_Use]) -> None:
     """Refuse a layer that was asked for by its full name but has no rule."""
-    if name in supported or not _owns_parameters(module) or any(True for _ in module.children()):
+    own = [use.reason for use in uses if use.module is module]
+    if not all(own) or not own or any(True for _ in module.children()):
         return
-    found = LAYERS.find(module)
-    reason = found[0].refusal(module) if found else f"{type(module).__name__} has no rule"
     raise UnsupportedLayerError(
-        f"layers must name supported layers, got {name!r}: {reason}. Leave it out."
+        f"layers must name supported layers, got {name!r}: {own[0]}. Leave it out."
     )
 
 
-def _refuse_empty(wanted: set[str], uses: dict[int, list[_Use]]) -> None:
+def _refuse_empty(
+    wanted: set[str], uses: dict[int, list[_Use]], entries: Sequence[ParameterCoverage]
+) -> None:
     """Say why none of the layers that were asked for can be captured."""
-    reasons = sorted(
-        {
-            f"{use.module_name}: {use.reason or 'its parameters are frozen (include_frozen=True)'}"
-            for group in uses.values()
-            for use in group
-            if use.module_name in wanted
-        }
-    )
-    raise ValueError(
-        "layers must leave something to capture, got none: " + "; ".join(reasons[:5]) + "."
-    )
+    reasons = [
+        f"{entry.name}: {entry.reason}{' (include_frozen=True)' * (entry.reason == 'frozen')}"
+        for entry, group in zip(entries, uses.values(), strict=True)
+        if wanted & {use.module_name for use in group}
+    ]
+    listed = "; ".join(reasons[:5]) or "an empty choice"
+    raise ValueError(f"layers must leave something to capture, got none: {listed}.")

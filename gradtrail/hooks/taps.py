@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtrail.errors import UnsupportedLayerError
+from gradtrail.errors import CaptureError, UnsupportedLayerError
 from gradtrail.hooks.capture import Capture, HookedModule
 from gradtrail.hooks.intercept import WeightWatcher
+from gradtrail.hooks.layout import Seen
 from gradtrail.hooks.selection import Unit
 from gradtrail.hooks.verify import verify_call
 
@@ -28,9 +31,10 @@ class Taps:
             units: The captured layers.
         """
         self.current: Capture | None = None
-        self.running: Capture | None = None
-        self.shapes: dict[str, list[tuple[int, ...]]] | None = None
+        self.on_stray: Callable[[str], None] | None = None
+        self.seen: dict[str, list[Seen]] | None = None
         self.modules = _hooked_modules(units)
+        self._running: weakref.ref[Capture] | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watchers: dict[str, list[WeightWatcher]] = {}
         self._verified: set[str] = set()
@@ -38,7 +42,6 @@ class Taps:
     def install(self) -> None:
         """Put the hooks on."""
         for hooked in self.modules:
-            # forward hooks that dynamo steps over: they must see real tensors
             before, after = self._hooks(hooked)
             if before is not None:
                 handle = hooked.module.register_forward_pre_hook(before, with_kwargs=True)
@@ -67,32 +70,70 @@ class Taps:
     @contextmanager
     def backward(self, capture: Capture) -> Iterator[None]:
         """Report the calls that a backward makes (recomputation) to a capture."""
-        outer, self.running = self.running, capture
+        outer, self._running = self._running, weakref.ref(capture)
+        capture.begin(keep_graph=False)
         try:
             yield
         finally:
-            self.running = outer
+            self._running = outer
+
+    def recompute_for(self, capture: Capture | None) -> None:
+        """Report the calls that the backward under way makes to a capture, which is not kept.
+
+        Args:
+            capture: The capture, or None for none.
+        """
+        self._running = None if capture is None else weakref.ref(capture)
 
     @contextmanager
-    def recording_shapes(self) -> Iterator[dict[str, list[tuple[int, ...]]]]:
-        """Only note the shape of every hooked module's input, call by call."""
-        self.shapes = {}
+    def recording(self) -> Iterator[dict[str, list[Seen]]]:
+        """Only note what every hooked module's input looks like, call by call."""
+        self.seen = {}
         try:
-            yield self.shapes
+            yield self.seen
         finally:
-            self.shapes = None
+            self.seen = None
 
     @property
     def _active(self) -> Capture | None:
-        return self.current if self.current is not None else self.running
+        if self.current is not None or self._running is None:
+            return self.current
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001  # no public way to know
+        return self._running() if backward != -1 else None
+
+    def _idle(self, hooked: HookedModule, module: nn.Module) -> bool:
+        """Whether no capture wants to know of a call.
+
+        Args:
+            hooked: The module that the hook was made for.
+            module: The module that was called: another one where the model was copied.
+
+        Returns:
+            Whether there is nothing to do.
+
+        Raises:
+            CaptureError: If the call is being traced; the compiler then runs it as it is.
+        """
+        if torch.compiler.is_compiling():
+            raise CaptureError(
+                f"{hooked.name} must run uncompiled while it is captured, got torch.compile inside "
+                "a capture. Compile the model before it starts."
+            )
+        if module is not hooked.module:
+            return True
+        if self._active is not None or self.seen is not None:
+            return False
+        if self.on_stray is not None and torch.is_grad_enabled():
+            self.on_stray(hooked.name)
+        return True
 
     def _hooks(self, hooked: HookedModule) -> tuple[Any, Any]:
         rule = hooked.owner.rule
 
         def report(inputs: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
             call = rule.keep(hooked.module, inputs, kwargs)
-            if self.shapes is not None:
-                self.shapes.setdefault(hooked.name, []).append(tuple(call.inputs.shape))
+            if self.seen is not None:
+                self.seen.setdefault(hooked.name, []).append(Seen.of(call.inputs))
                 return output
             capture = self._active
             if not isinstance(output, Tensor):
@@ -117,12 +158,12 @@ class Taps:
             return ((expanded, *args[1:]), kwargs) if args else ((), {"input": expanded})
 
         def after(
-            _module: nn.Module,
+            module: nn.Module,
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
             output: Any,  # noqa: ANN401
         ) -> Any:  # noqa: ANN401
-            if self._active is None and self.shapes is None:
+            if self._idle(hooked, module):
                 return None
             return report(args, kwargs, output)
 
@@ -138,7 +179,7 @@ class Taps:
             kwargs: dict[str, Any],
             output: Any,  # noqa: ANN401
         ) -> Any:  # noqa: ANN401
-            if self._active is None and self.shapes is None:
+            if self._idle(hooked, module):
                 return None
             self._verify(hooked, module, args, kwargs)
             return report(args, kwargs, output)
@@ -149,7 +190,7 @@ class Taps:
         """Hooks around a module's own forward that watch the operation reading its weight."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._active is None and self.shapes is None:
+            if self._idle(hooked, module):
                 return
             self._verify(hooked, module, args, kwargs)
             watcher = WeightWatcher(
@@ -160,9 +201,9 @@ class Taps:
             self._watchers.setdefault(hooked.name, []).append(watcher)
             watcher.__enter__()
 
-        def after(*_: Any) -> None:  # noqa: ANN401
+        def after(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
             stack = self._watchers.get(hooked.name)
-            if stack:
+            if stack and module is hooked.module:
                 stack.pop().__exit__(None, None, None)
 
         return before, after
@@ -173,12 +214,13 @@ class Taps:
         if hooked.name in self._verified:
             return
         self._verified.add(hooked.name)
-        paused = (self.current, self.running, self.shapes)
-        self.current = self.running = self.shapes = None
+        paused = (self.current, self._running, self.seen, self.on_stray)
+        self.current = self._running = self.seen = self.on_stray = None
         try:
-            reason = verify_call(module, hooked.owner.rule, args, kwargs)
+            with _apart_from_checkpointing():
+                reason = verify_call(module, hooked.owner.rule, args, kwargs)
         finally:
-            self.current, self.running, self.shapes = paused
+            self.current, self._running, self.seen, self.on_stray = paused
         if reason is not None:
             raise UnsupportedLayerError(
                 f"{hooked.name} must have the gradient its layer kind has, got a "
@@ -192,6 +234,14 @@ class Taps:
             return None
         layout = capture.layouts.get(hooked.name)
         return capture.batch if layout is not None and layout.kind == "expand" else None
+
+
+@contextmanager
+def _apart_from_checkpointing() -> Iterator[None]:
+    """Keep an extra computation out of what checkpointing saves, which it will not do again."""
+    kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+    with _disable_current_modes(), kept:
+        yield
 
 
 def _hooked_modules(units: tuple[Unit, ...]) -> tuple[HookedModule, ...]:

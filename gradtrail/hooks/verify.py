@@ -14,7 +14,8 @@ from gradtrail.hooks.layers import AbstractLayerRule, LayerCall, Roles
 
 __all__ = ["verify_call"]
 
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+# many norms compute in float32 whatever their dtype, and autograd sums their gradient in it too
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 _LOW_PRECISION = 5e-2
 
 

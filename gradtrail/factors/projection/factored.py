@@ -12,11 +12,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradtrail.factors.materialize import to_dense, widen
+from gradtrail.factors.materialize import widen
 from gradtrail.factors.projection._random import gaussian, generator_for
 from gradtrail.factors.projection.dense import project_dense
 from gradtrail.factors.projection.options import Projection
 from gradtrail.factors.types import (
+    DenseGradient,
     EmbeddingFactors,
     LayerGradient,
     LinearFactors,
@@ -42,8 +43,8 @@ def project_factored(name: str, gradient: LayerGradient, projection: Projection)
         The projected gradients.
     """
     if isinstance(gradient, SumGradient):
-        if any(isinstance(part, EmbeddingFactors) for part in gradient.parts):
-            return _project_tied(name, gradient, projection)
+        if any(isinstance(part, DenseGradient) for part in gradient.parts):
+            return project_dense(name, gradient, projection, dim=projection.dim**2)
         parts = tuple(project_factored(name, part, projection) for part in gradient.parts)
         return SumGradient(parts)
     if isinstance(gradient, EmbeddingFactors):
@@ -75,39 +76,16 @@ def _affine(a_bsi: Tensor, p_ki: Tensor, has_bias: bool) -> Tensor:  # noqa: FBT
 
 
 def _project_table(name: str, x: EmbeddingFactors, projection: Projection) -> LayerGradient:
+    """Project a table as the linear layer it may share its weight with: rows are the outputs."""
     (g_bso,) = widen(x.output_gradient_bso)
     if x.padding_idx is not None:
         g_bso = g_bso * (x.index_bs != x.padding_idx).unsqueeze(-1)
     if g_bso.shape[2] > projection.dim:
-        g_bso = g_bso @ _matrix(name, "output", g_bso.shape[2], projection).to(g_bso).t()
+        g_bso = g_bso @ _matrix(name, "input", g_bso.shape[2], projection).to(g_bso).t()
     if x.num_embeddings <= projection.dim:
-        return EmbeddingFactors(x.index_bs, g_bso, x.num_embeddings, x.padding_idx)
-    p_vk = _matrix(name, "input", x.num_embeddings, projection).to(g_bso).t()
-    return LinearFactors(p_vk[x.index_bs], g_bso)
-
-
-def _project_tied(name: str, x: SumGradient, projection: Projection) -> LayerGradient:
-    """Project a ``[v, o]`` weight that is both a table and a projection on the same two sides."""
-    parts = []
-    for part in x.parts:
-        if isinstance(part, LinearFactors):
-            # the projection's rows are the table's: swap its factors, so that "input" is v
-            part = LinearFactors(part.output_gradient_bso, part.activation_bsi)
-            parts.append(_project_linear(name, part, projection))
-        elif isinstance(part, EmbeddingFactors):
-            projected = _project_table(name, part, projection)
-            parts.append(_swap_table(projected))
-        else:
-            return project_dense(name, to_dense(x), projection, dim=projection.dim**2)
-    return SumGradient(tuple(parts))
-
-
-def _swap_table(x: LayerGradient) -> LayerGradient:
-    """Write a small table's reads as linear factors with the row as a one-hot input."""
-    if isinstance(x, EmbeddingFactors):
-        rows = torch.eye(x.num_embeddings, device=x.index_bs.device)
-        return LinearFactors(rows.to(x.output_gradient_bso)[x.index_bs], x.output_gradient_bso)
-    return x
+        return EmbeddingFactors(x.index_bs, g_bso, x.num_embeddings)
+    p_vk = _matrix(name, "output", x.num_embeddings, projection).to(g_bso).t()
+    return LinearFactors(g_bso, p_vk[x.index_bs])
 
 
 def _matrix(name: str, side: str, size: int, projection: Projection) -> Tensor:

@@ -1,0 +1,97 @@
+"""Elementwise modules that a live pass runs as one operation instead of eight.
+
+Some models spell an activation or a norm out as a chain of elementwise operations, each of which
+reads and writes memory in the forward and again in the backward. While a live pass is open
+they run the same function in fewer sweeps; the result differs by rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["fuse_elementwise"]
+
+_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def fuse_elementwise(model: nn.Module, stack: ExitStack) -> None:
+    """Replace the forward of known elementwise modules until a stack unwinds.
+
+    Args:
+        model: The model; modules that bring a ``forward`` of their own are left alone.
+        stack: Takes the way back.
+    """
+    for module in model.modules():
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001
+            continue
+        fused = _fused_forward(module)
+        if fused is not None:
+            stack.callback(vars(module).pop, "forward", None)
+            module.forward = fused
+
+
+def _fused_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    cls = type(module)
+    if cls.__name__ == "NewGELUActivation" and cls.__module__ == "transformers.activations":
+        return _tanh_gelu
+    if cls.__name__.endswith("RMSNorm") and cls.__module__.startswith("transformers.models."):
+        return _rms_forward(module)
+    return None
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    """Same as ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``."""
+    return F.gelu(x, approximate="tanh")
+
+
+def _rms_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """A Llama-style norm's forward, taken over once it has been seen to compute ``w x / rms``."""
+    weight = module._parameters.get("weight")  # noqa: SLF001
+    eps = vars(module).get("variance_epsilon", vars(module).get("eps"))
+    if weight is None or not isinstance(eps, float) or weight.dtype not in _TOLERANCE:
+        return None
+    own = type(module).forward.__get__(module)
+    state: dict[str, bool] = {}
+
+    def forward(x: Tensor) -> Tensor:
+        if x.dtype != weight.dtype:
+            return own(x)
+        if "same" not in state:
+            with torch.no_grad():
+                expected, got = own(x), _RMSNorm.apply(x, weight, eps)
+            limit = _TOLERANCE[x.dtype] * expected.abs().amax()
+            state["same"] = bool((got - expected).abs().amax() <= limit)
+        return _RMSNorm.apply(x, weight, eps) if state["same"] else own(x)
+
+    return forward
+
+
+class _RMSNorm(torch.autograd.Function):
+    """``y = w x r`` with ``r = (mean(x^2) + eps)^(-1/2)`` over the last axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
+        """Normalise and scale."""
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        rate = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rate)
+        return (x * rate).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN401
+        """``dx = r (w g) - x r^3 mean(w g x)``, ``dw = sum g x r``."""
+        x, weight, rate = ctx.saved_tensors
+        for_x = for_weight = None
+        if ctx.needs_input_grad[0]:
+            scaled = gradient * weight
+            mean = torch.linalg.vecdot(scaled, x).unsqueeze(-1).div_(x.shape[-1])
+            for_x = scaled.mul_(rate).addcmul_(x, mean.mul_(rate.pow(3)), value=-1)
+        if ctx.needs_input_grad[1]:
+            for_weight = (gradient * x * rate).flatten(0, -2).sum(0)
+        return for_x, for_weight, None
