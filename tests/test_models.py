@@ -16,6 +16,7 @@ from models import (
     rows_of,
     text_rows,
 )
+from torch import nn
 
 import gradtrail
 from gradtrail import reference
@@ -159,6 +160,33 @@ def test_one_token_does_not_pass_for_a_batch(lengths):
     with exactly():
         got, _ = captured(model, rows)
         assert_same_gradients(got, alone(model, rows, names=list(got)), 1e-10)
+
+
+class DistanceForCausalLM(nn.Module):
+    """Adds a table of distances to its attention, one value for the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.table, self.out = nn.Embedding(29, 4), nn.Embedding(8, 1), nn.Linear(4, 29)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        places = torch.arange(input_ids.shape[1])
+        bias = self.table((places[:, None] - places).abs())[-len(places) :, :, 0]
+        weights = (hidden @ hidden.transpose(1, 2) + bias).softmax(-1)
+        return {"logits": self.out(weights @ hidden)}
+
+
+def test_table_that_is_found_to_be_shared_late_is_refused():
+    """The first rows are too short to tell, and later as many positions meet as many rows."""
+    torch.manual_seed(0)
+    model = DistanceForCausalLM().double()
+    with pytest.raises(gradtrail.CaptureError, match="table must see one row .*one value serves"):
+        captured(model, text_rows((1, 1, 1, 1, 4, 4, 4, 4)))
+    rows = text_rows((1, 1, 1, 1, 4, 4, 4, 4))[4:]
+    with pytest.warns(gradtrail.GradTrailWarning, match="table: one value serves"):
+        got, _ = captured(model, rows)
+    assert_same_gradients(got, alone(model, rows, names=list(got)), 1e-10)
 
 
 def test_shared_table_that_was_asked_for_is_refused():

@@ -223,7 +223,7 @@ def test_experts_that_see_some_rows_are_left_out_and_the_rest_is_exact():
 
 def test_experts_in_training_are_left_out_for_good():
     """Also in steps where an expert sees as many rows as there are examples."""
-    torch.manual_seed(2)
+    torch.manual_seed(3)
     model, counts = mixture(2), []
     model.experts[0].register_forward_hook(lambda _, args, __: counts.append(len(args[0])))
     blocks = []

@@ -162,6 +162,10 @@ def test_failed_save_leaves_the_old_file(tmp_path):
         bad.save(path)
     assert torch.equal(AttributionScores.load(path).values, VALUES)
     assert [file.name for file in tmp_path.iterdir()] == ["scores.safetensors"]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        scores().save(tmp_path / "folder")
+    assert {file.name for file in tmp_path.iterdir()} == {"scores.safetensors", "folder"}
 
 
 # ---------------------------------------------------------------- how it shows itself

@@ -414,6 +414,8 @@ def test_reading_what_a_forward_mentions():
 class Routed(nn.Module):
     """Each expert sees the rows that a router chooses, in the order of the choice."""
 
+    skips = False
+
     def __init__(self, experts=2, top=2):
         super().__init__()
         self.top = top
@@ -427,6 +429,8 @@ class Routed(nn.Module):
         total = torch.zeros_like(rows)
         for number, part in enumerate(self.parts):
             rank, row = torch.where((chosen == number).t())
+            if self.skips and not len(row):
+                continue
             total = total.index_add(0, row, part(rows[row]) * weight[row, rank].unsqueeze(1))
         return self.out(total.view(x.shape[0], -1, 4).sum(1))
 
@@ -472,13 +476,14 @@ def test_experts_of_known_models_are_left_out_before_any_data():
 def test_expert_that_passed_by_chance_is_refused_in_the_pass():
     """The first rows all go to one expert, in order; a later one does not."""
     model = Routed(2, 1).double()
+    model.skips = True
     with torch.no_grad():
         model.gate.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]))
         model.gate.bias.zero_()
     rows = [(torch.tensor([sign, 0.1, number, 0.3]).double(), 0) for number, sign in enumerate(
-        (1.0, 2.0, 3.0, 4.0, 5.0, -1.0)
+        (1.0, 2.0, 3.0, 4.0, -5.0, -1.0)
     )]  # fmt: skip
-    match = r"parts.0 must see one row or axis entry for each of the 6 examples, got input \(5, 4\)"
+    match = r"parts.\d must see one row an example, got otherwise: it sees rows that cannot be"
     with pytest.raises(gradtrail.CaptureError, match=match):
         captured(model, rows, batch_size=6)
     got, _ = captured(model, rows, batch_size=6, exclude="parts")

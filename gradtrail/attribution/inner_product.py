@@ -28,7 +28,6 @@ from gradtrail.factors import (
     position_gram,
     positions_of,
     squared_norm,
-    to_dense,
 )
 from gradtrail.options import check_choice
 
@@ -140,7 +139,7 @@ class _Scorer:
         """Score one layer of one batch."""
         query = self._queries.layers.get(name)
         if self._norms and isinstance(query, DenseGradient) and not self._task.per_token:
-            gradient = to_dense(gradient)  # written out once for the norm and the products
+            gradient = self._memo.written(gradient)  # once for the norm and the products
         if self._norms:
             squared = squared_norm(gradient)
             self._squared = squared if self._squared is None else self._squared + squared

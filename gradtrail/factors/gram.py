@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradtrail.factors.cost import Route, cheaper_route
-from gradtrail.factors.materialize import to_dense, widen
+from gradtrail.factors.materialize import to_dense, widen, write_dense
 from gradtrail.factors.types import (
     DenseGradient,
     EmbeddingFactors,
@@ -28,16 +28,45 @@ _CHUNK_ENTRIES = 1 << 23  # entries of one token Gram matrix at a time: 32 MiB i
 
 
 class GramMemo:
-    """Keeps the last token Gram matrix, which layers that read one input share.
+    """Keeps the last token Gram matrix, which layers that read one input share, and scratch space.
 
     The key is the pair of activation tensors themselves, held here, so a recycled address can
-    never be taken for a hit.
+    never be taken for a hit. The scratch space holds one layer's gradients at a time: memory that
+    is written for every layer of every batch is not asked for and given back each time.
     """
 
     def __init__(self) -> None:
         """Start empty."""
         self._key: tuple[Tensor, Tensor] | None = None
         self._gram: Tensor | None = None
+        self._scratch: Tensor | None = None
+
+    def written(self, gradient: LayerGradient) -> DenseGradient:
+        """Write out gradients in the scratch space, where they stay until the next call.
+
+        Args:
+            gradient: Gradients of any kind.
+
+        Returns:
+            The gradients, valid until the next call.
+        """
+        if not isinstance(gradient, LinearFactors):
+            return to_dense(gradient)
+        width = gradient.activation_bsi.shape[2] // gradient.groups
+        o = gradient.output_gradient_bso.shape[2]
+        (like,) = widen(gradient.output_gradient_bso)
+        rows = self._rows(gradient.num_examples, o * (width + int(gradient.has_bias)), like)
+        write_dense(gradient, rows)
+        return DenseGradient(rows, (o, width), gradient.has_bias)
+
+    def _rows(self, count: int, width: int, like: Tensor) -> Tensor:
+        have = self._scratch
+        if have is None or have.dtype != like.dtype or have.device != like.device:
+            have = self._scratch = like.new_empty(0)
+        if have.numel() < count * width:
+            self._scratch = None  # let go of the smaller one first
+            have = self._scratch = like.new_empty(count * width)
+        return have[: count * width].view(count, width)
 
     def token_gram(self, a_bsi: Tensor, a_qti: Tensor) -> Tensor:
         """Return ``a_bsi a_qti^T`` over stacked tokens, computed once for a pair of inputs.
@@ -55,7 +84,7 @@ class GramMemo:
         return self._gram
 
     def clear(self) -> None:
-        """Let go of the tensors held."""
+        """Let go of the Gram matrix and its inputs."""
         self._key = self._gram = None
 
 
@@ -89,9 +118,9 @@ def cross_gram(
     if isinstance(x, LinearFactors):
         if isinstance(y, LinearFactors) and (route or cheaper_route(x, y)) == "factored":
             return _linear_gram(x, y, memo, per_position=False)
-        return _linear_dense_gram(x, to_dense(y))
+        return _linear_dense_gram(x, to_dense(y), memo or GramMemo())
     if isinstance(y, LinearFactors):
-        return _linear_dense_gram(y, to_dense(x)).t()
+        return _linear_dense_gram(y, to_dense(x), memo or GramMemo()).t()
     return _dense_gram(to_dense(x), to_dense(y))
 
 
@@ -191,10 +220,10 @@ def _group(x: LinearFactors, group: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _linear_dense_gram(x: LinearFactors, y: DenseGradient) -> Tensor:
+def _linear_dense_gram(x: LinearFactors, y: DenseGradient, memo: GramMemo) -> Tensor:
     """Write out ``x``'s weights and multiply; its bias meets ``y``'s without being joined."""
-    weight = to_dense(LinearFactors(x.activation_bsi, x.output_gradient_bso, groups=x.groups))
-    x_bd, y_qd = _one_dtype(weight.values_bd, y.values_bd)
+    weight = LinearFactors(x.activation_bsi, x.output_gradient_bso, groups=x.groups)
+    x_bd, y_qd = _one_dtype(memo.written(weight).values_bd, y.values_bd)
     products = _long_products(x_bd, y_qd[:, : y.weight_size])
     if x.has_bias and y.has_bias:
         g_bo = widen(x.output_gradient_bso)[0].sum(1)
@@ -242,7 +271,7 @@ def _dense_gram(x: DenseGradient, y: DenseGradient) -> Tensor:
         x_bd = x_bd[:, : x.weight_size]
     elif y.has_bias and not x.has_bias:
         y_qd = y_qd[:, : y.weight_size]
-    return x_bd @ y_qd.t()
+    return _long_products(x_bd, y_qd)
 
 
 def _embedding_position_gram(x: EmbeddingFactors, y: LayerGradient) -> Tensor:

@@ -18,6 +18,7 @@ from gradtrail.factors import (
     LayerGradient,
     LinearFactors,
     Projection,
+    map_tensors,
     merge_uses,
     project,
     to_dense,
@@ -31,7 +32,7 @@ from gradtrail.hooks.live import is_fixed
 from gradtrail.hooks.notices import reasons_of, warn_frozen
 from gradtrail.hooks.outside import OutsideReads
 from gradtrail.hooks.selection import LayerChoice, select_layers
-from gradtrail.hooks.taps import Taps
+from gradtrail.hooks.taps import Backward, Taps
 from gradtrail.hooks.tensors import tensors_in
 from gradtrail.options import check_choice
 
@@ -48,6 +49,17 @@ class _Step:
     ids: tuple[int | str, ...]
     layers: dict[str, LayerGradient] = field(default_factory=dict)
     task: int = -1
+    # storages that the loop may write to before the block is read, and copies of what lies there
+    borrowed: frozenset[int] = frozenset()
+    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of the model's or the caller's own, once for all layers that read it."""
+        if tensor.untyped_storage().data_ptr() not in self.borrowed:
+            return tensor
+        if id(tensor) not in self.copies:
+            self.copies[id(tensor)] = (tensor, tensor.clone())
+        return self.copies[id(tensor)][1]
 
 
 class HookManager:
@@ -191,7 +203,9 @@ class HookManager:
             )
         size = main.shape[0]
         capture = Capture(size, tokens_of(fields), sink=_ignore, scale=self._scale(fields, size))
-        step = _Step(capture, self._ids(fields, size))
+        lent = [*self.model.parameters(), *self.model.buffers(), *tensors_in(fields)]
+        borrowed = frozenset(tensor.untyped_storage().data_ptr() for tensor in lent)
+        step = _Step(capture, self._ids(fields, size), borrowed=borrowed)
         capture.sink = partial(self._keep, step)
         capture.start = partial(self._begin_backward, step)
         self._open.append(step)
@@ -230,15 +244,19 @@ class HookManager:
         if step.task != task:
             step.task = task
             step.layers.clear()
+            step.copies.clear()
             keep = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
             step.capture.begin(keep_graph=keep)
-            self._taps.recompute_for(step.capture)
+            backward = Backward(step.capture)
+            self._taps.recompute_for(backward)
             engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP does
-            engine.queue_callback(partial(self._end_backward, step))
+            # the engine lets go of its callbacks at the end, and also where it fails
+            engine.queue_callback(partial(self._end_backward, step, backward))
         return True
 
-    def _end_backward(self, step: _Step) -> None:
+    def _end_backward(self, step: _Step, _backward: Backward) -> None:
         """Make the block of a backward that came to its end."""
+        self._taps.recompute_for(None)
         capture = step.capture
         capture.finish()
         self._drop_refused(step)
@@ -258,6 +276,7 @@ class HookManager:
             )
         layers = {name: step.layers[name] for name in self.layers if name in step.layers}
         step.layers = {}
+        step.copies.clear()
         capture.completed.clear()
         self.last = GradientBlock(self.steps, step.ids, layers)
         self.steps += 1
@@ -271,7 +290,7 @@ class HookManager:
             gradient = project(name, gradient, self._projection)
         if self._form == "materialized" or (self._form == "auto" and _dense_is_smaller(gradient)):
             gradient = to_dense(gradient)
-        step.layers[name] = gradient
+        step.layers[name] = map_tensors(gradient, step.own)
 
     def _drop_refused(self, step: _Step) -> None:
         """Leave out layers whose examples cannot be told apart; an error where they were named."""

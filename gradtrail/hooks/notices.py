@@ -45,7 +45,7 @@ def warn_frozen(model: nn.Module, selection: Selection) -> None:
             f"Every layer that could be captured {what}, so nothing will be. "
             + ("Pass include_frozen=True or train some layer." if frozen else "Choose others."),
             GradTrailWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
         return
     order = {id(module): place for place, module in enumerate(model.modules())}
@@ -66,5 +66,5 @@ def warn_frozen(model: nn.Module, selection: Selection) -> None:
             f"No trained parameter comes before {len(early)} frozen layers ({shown}): no gradient "
             "may reach them.",
             GradTrailWarning,
-            stacklevel=4,
+            stacklevel=3,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,18 @@ from gradtrail.hooks.layout import Seen
 from gradtrail.hooks.selection import Unit
 from gradtrail.hooks.verify import verify_call
 
-__all__ = ["Taps"]
+__all__ = ["Backward", "Taps"]
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """A backward under way: whoever runs it holds this, and nobody holds it afterwards.
+
+    Attributes:
+        capture: What the calls it makes are reported to.
+    """
+
+    capture: Capture
 
 
 class Taps:
@@ -34,7 +46,7 @@ class Taps:
         self.on_stray: Callable[[str], None] | None = None
         self.seen: dict[str, list[Seen]] | None = None
         self.modules = _hooked_modules(units)
-        self._running: weakref.ref[Capture] | None = None
+        self._running: weakref.ref[Backward] | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watchers: dict[str, list[WeightWatcher]] = {}
         self._verified: set[str] = set()
@@ -70,20 +82,21 @@ class Taps:
     @contextmanager
     def backward(self, capture: Capture) -> Iterator[None]:
         """Report the calls that a backward makes (recomputation) to a capture."""
-        outer, self._running = self._running, weakref.ref(capture)
+        outer, backward = self._running, Backward(capture)
         capture.begin(keep_graph=False)
+        self.recompute_for(backward)
         try:
             yield
         finally:
             self._running = outer
 
-    def recompute_for(self, capture: Capture | None) -> None:
-        """Report the calls that the backward under way makes to a capture, which is not kept.
+    def recompute_for(self, backward: Backward | None) -> None:
+        """Report the calls that a backward makes to its capture, as long as somebody holds it.
 
         Args:
-            capture: The capture, or None for none.
+            backward: The backward, or None for none.
         """
-        self._running = None if capture is None else weakref.ref(capture)
+        self._running = None if backward is None else weakref.ref(backward)
 
     @contextmanager
     def recording(self) -> Iterator[dict[str, list[Seen]]]:
@@ -98,8 +111,9 @@ class Taps:
     def _active(self) -> Capture | None:
         if self.current is not None or self._running is None:
             return self.current
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001  # no public way to know
-        return self._running() if backward != -1 else None
+        backward = self._running()
+        inside = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # no public way to know
+        return backward.capture if backward is not None and inside else None
 
     def _idle(self, hooked: HookedModule, module: nn.Module) -> bool:
         """Whether no capture wants to know of a call.
