@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import warnings
 
 import pytest
 import torch

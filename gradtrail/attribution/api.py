@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gradtrail.attribution.checkpoints import Checkpoint, loaded, weights_of
 from gradtrail.attribution.data import Collate, as_rows
+from gradtrail.attribution.finite import warn_not_finite
 from gradtrail.attribution.losses import LossReduction, resolve_loss
 from gradtrail.attribution.method import AbstractAttributor, Task, make_method
 from gradtrail.attribution.scores import AttributionScores
@@ -182,13 +184,11 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     weights = [1.0] if checkpoints is None else weights_of(checkpoints, checkpoint_weights)
     total = torch.zeros(len(rows), dtype=torch.float64)
     for point, weight in zip(points, weights, strict=True):
-        if point is None:
+        with nullcontext() if point is None else loaded(model, point):
             with session.opened(rows, resolved):
-                total += attributor.self_score(session, rows, resolved, batch_size).cpu()
-        else:
-            with loaded(model, point), session.opened(rows, resolved):
                 part = attributor.self_score(session, rows, resolved, batch_size).cpu()
-                total.add_(part, alpha=weight)
+                warn_not_finite(part, session, (rows, resolved))
+            total.add_(part, alpha=weight)
     return total.float()
 
 
@@ -221,7 +221,10 @@ def _score(
     """Score with the weights that are in the model now."""
     probe, loss = (task.train, task.loss) if len(task.train) else (task.query, task.query_loss)
     with session.opened(probe, loss):
-        return attributor.score(session, task)
+        values, lengths = attributor.score(session, task)
+        train, query = (task.train, task.loss), (task.query, task.query_loss)
+        warn_not_finite(values, session, train, query)
+    return values, lengths
 
 
 def _check_checkpoints(

@@ -84,7 +84,8 @@ class InnerProductAttributor(AbstractAttributor):
         Returns:
             Squared norms divided as ``normalize`` says. Shape ``[n]``.
         """
-        squared_n = torch.zeros(len(rows), dtype=torch.float64)
+        wide = torch.float32 if session.device.type == "mps" else torch.float64
+        squared_n = torch.zeros(len(rows), dtype=wide, device=session.device)
 
         def add(place: Batch, name: str, gradient: LayerGradient) -> None:
             del name
@@ -94,7 +95,10 @@ class InnerProductAttributor(AbstractAttributor):
         session.capture(rows, loss, batch_size=batch_size, phase="train", sink=add)
         if self.normalize == "train":
             return squared_n.sqrt()
-        return (squared_n > 0).double() if self.normalize == "both" else squared_n
+        if self.normalize == "both":
+            ones = (squared_n > 0).to(squared_n)
+            return torch.where(torch.isfinite(squared_n), ones, torch.nan)
+        return squared_n
 
 
 def collect_queries(session: Session, task: Task, *, norms: bool) -> QuerySide:
@@ -207,10 +211,11 @@ def _aligned(block_bsq: Tensor, leading_b: Tensor) -> Tensor:
 
 
 def _divided(values: Tensor, norms: Tensor, axis: int) -> Tensor:
-    """Divide along one axis; a zero norm gives 0."""
+    """Divide along one axis; a zero norm gives 0, one that overflowed NaN."""
     shape = [1] * values.dim()
     shape[axis] = -1
     inverse = torch.where(norms > 0, 1 / norms, torch.zeros_like(norms))
+    inverse = torch.where(torch.isfinite(norms), inverse, torch.full_like(norms, torch.nan))
     return values * inverse.view(shape)
 
 

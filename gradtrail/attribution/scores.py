@@ -93,9 +93,11 @@ class AttributionScores:
         """
         check_positive("k", k)
         values = self.example_values.t()
-        found = values.topk(min(k, values.shape[1]), dim=1, largest=largest)
-        ids = [[self.train_ids[number] for number in row] for row in found.indices.tolist()]
-        return TopK(found.indices, found.values, ids)
+        last = torch.full_like(values, -torch.inf if largest else torch.inf)
+        ranked = torch.where(values.isnan(), last, values)  # NaN ranks nowhere
+        indices = ranked.topk(min(k, values.shape[1]), dim=1, largest=largest).indices
+        ids = [[self.train_ids[number] for number in row] for row in indices.tolist()]
+        return TopK(indices, values.gather(1, indices), ids)
 
     def bottomk(self, k: int) -> TopK:
         """Find the training examples that hurt each query most: the lowest scores first."""

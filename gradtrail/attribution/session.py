@@ -55,6 +55,7 @@ class Session:
         device: Where the batches go.
         projection: Compression of every layer's gradient, or None.
         progress: Whether bars are shown.
+        live: The pass that is open, or None.
     """
 
     model: nn.Module

@@ -114,8 +114,8 @@ class LivePass:
         reads = OutsideReads(self.taps.modules)
         with _before_inputs_are_open():
             with reads:
-                self._look(run, [0])
-            layouts = self._find_layouts(run, tokens, range(num_rows))
+                one = self._look(run, [0])
+            layouts = self._find_layouts(run, tokens, range(num_rows), one)
         reasons = reads.reasons()
         for hooked in self.taps.modules:
             layout = layouts[hooked.name]
@@ -194,10 +194,14 @@ class LivePass:
         return capture, values
 
     def _find_layouts(
-        self, run: Callable[[Sequence[int]], Any], tokens: int, rows: range
+        self,
+        run: Callable[[Sequence[int]], Any],
+        tokens: int,
+        rows: range,
+        one: dict[str, list[Seen]],
     ) -> dict[str, Layout | None]:
         """Layout by module name, None where no row called the module."""
-        one, two = self._look(run, [0]), self._look(run, [0, 0])
+        two = self._look(run, [0, 0])
         modules = {hooked.name: hooked for hooked in self.taps.modules}
         names = list(modules)
         layouts = {

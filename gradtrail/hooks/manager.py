@@ -338,12 +338,14 @@ class HookManager:
             names = self._hash_fields
             return batch_ids(fields, size, None if names is None else [str(name) for name in names])
         values = fields.get(str(self._id_key))
+        if isinstance(values, Tensor):
+            values = values.tolist() if values.dim() == 1 else None
         if values is None or len(values) != size:
             raise KeyError(
                 f"sample_id_key must name an argument of every forward with {size} ids, got "
                 f"{self._id_key!r} beside {sorted(fields)}. Pass it to the model's call."
             )
-        return tuple(values.tolist() if isinstance(values, Tensor) else values)
+        return tuple(values)
 
     def _scale(self, fields: dict[str, Any], size: int) -> float | Tensor | None:
         """What undoes the loop's mean."""

@@ -1,0 +1,83 @@
+"""Saying where scores are not numbers: a weight that is NaN, a gradient that overflowed."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from gradtrail.attribution.data import Rows, move_batch
+from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.session import Session
+from gradtrail.errors import GradTrailWarning
+from gradtrail.factors import LayerGradient, tensors_of
+from gradtrail.hooks import tokens_of
+
+__all__ = ["warn_not_finite"]
+
+_SHOWN = 5
+
+
+def warn_not_finite(
+    values: Tensor,
+    session: Session,
+    train: tuple[Rows, Loss],
+    query: tuple[Rows, Loss] | None = None,
+) -> None:
+    """Name the rows whose scores are not finite, and the layer where one of them went wrong.
+
+    The scores themselves are looked at, on the CPU; only where some are not finite does one
+    example run again.
+
+    Args:
+        values: Scores ``[n, q]`` or ``[n, s, q]``, or ``[n]`` of each example with itself.
+        session: The open session.
+        train: The training examples and their loss.
+        query: The queries and their loss, or None.
+    """
+    good_nq = torch.isfinite(values)
+    if bool(good_nq.all()) or not values.numel():
+        return
+    good_nq = good_nq.all(1) if values.dim() == 3 else good_nq.reshape(len(values), -1)
+    bad_queries = [] if query is None else _numbers(~good_nq.any(0))
+    kept = [place for place in range(good_nq.shape[1]) if place not in set(bad_queries)]
+    bad_rows = _numbers(~good_nq[:, kept].all(1)) if kept else []
+    named = [
+        f"{what} {', '.join(map(str, numbers[:_SHOWN]))}{', ...' if len(numbers) > _SHOWN else ''}"
+        for what, numbers in (("training examples", bad_rows), ("queries", bad_queries))
+        if numbers
+    ]
+    rows, loss, number = (*train, bad_rows[0]) if bad_rows else (*query, bad_queries[0])
+    warnings.warn(
+        f"The scores of {' and '.join(named)} are not finite: {_cause(session, rows, loss, number)}"
+        ". They stay as computed, NaN or infinite.",
+        GradTrailWarning,
+        stacklevel=4,
+    )
+
+
+def _numbers(flags: Tensor) -> list[int]:
+    return flags.nonzero()[:, 0].tolist()
+
+
+def _cause(session: Session, rows: Rows, loss: Loss, number: int) -> str:
+    """Run one example again and look at every layer."""
+    layers: list[tuple[str, list[bool]]] = []
+
+    def look(name: str, gradient: LayerGradient) -> None:
+        finite = [bool(torch.isfinite(tensor).all()) for tensor in tensors_of(gradient)]
+        layers.append((name, finite))
+
+    batch = move_batch(rows.batch([number]), session.device)
+    losses, _ = session.live.run(
+        lambda: loss(session.model, batch), batch=1, tokens=tokens_of(batch), sink=look
+    )
+    if not bool(torch.isfinite(losses).all()):
+        inputs = [name for name, finite in reversed(layers) if not finite[0]]
+        where = f"{inputs[0]} is the first layer to read" if inputs else "no layer reads"
+        return f"the loss of {number} is {float(losses[0])}, and {where} an input that is not"
+    wrong = [name for name, finite in layers if not all(finite)]
+    if wrong:
+        return f"from the loss of {number} down the gradient of {wrong[0]} is the first that is not"
+    return "their gradients are, but the products of these are not"
