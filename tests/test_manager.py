@@ -18,6 +18,7 @@ from capturing import (
     tiny_llama,
     train_step,
 )
+from models import MODELS, alone, build, exactly, rows_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,8 +29,10 @@ from gradtrail import (
     Projection,
     attribute,
     check,
+    example_id,
     self_influence,
 )
+from gradtrail.attribution.data import as_rows
 from gradtrail.factors import DenseGradient, LinearFactors, SumGradient, project, to_dense
 from gradtrail.hooks import select_layers
 
@@ -188,6 +191,33 @@ def test_frozen_layers_under_checkpointing_complete_every_step():
             assert manager.steps == step + 1
             assert set(manager.last.layers) == set(manager.layers)
     assert len(manager.layers) == 1 + 1 + 2 * 6
+
+
+@quiet
+@pytest.mark.parametrize("b", [4, 5], ids=["b4", "as-many-as-positions"])
+@pytest.mark.parametrize("name", MODELS)
+def test_language_and_vision_models_in_a_training_capture(name, b):
+    """Also where there are as many examples as positions, which shapes alone cannot tell apart."""
+    model = build(name).eval()
+    generator = torch.Generator().manual_seed(0)
+    if name == "vit":
+        rows = rows_of(name)[:b]
+    else:
+        ids = torch.randint(3, 29, (b, 5), generator=generator)
+        rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
+    batch = as_rows(rows, "train", None, 0).batch(range(b))
+    manager = HookManager(model)
+    with exactly(), manager.collect():
+        train_step(model, batch).backward()
+    got = block_of(manager)
+    with exactly():
+        expected = alone(model, rows, names=sorted(got))
+    close(got, expected, rtol=1e-6, atol=1e-9)
+    left = {entry.name for entry in manager.coverage.with_status("unsupported")}
+    assert set(got) | left == {name for name, _ in model.named_parameters()}
+    allowed = ("wpe", "relative_attention_bias", "position_emb", "embed_positions", "expert")
+    allowed += ("cls_token", "gate", "router")
+    assert all(any(part in one for part in allowed) for one in left), left
 
 
 # ---------------------------------------------------------------- losses
@@ -550,11 +580,13 @@ def test_copy_of_the_model_made_inside_is_not_captured():
     with manager.collect():
         train_step(model, batch).backward()
         average = copy.deepcopy(model)
+        assert average[0]._forward_hooks  # it carries the hooks along
         train_step(average, batch).backward()
         average(batch[0])
         assert manager.steps == 1
+        assert not manager._open
         train_step(model, batch).backward()
-    assert manager.steps == 2
+        assert manager.steps == 2
     train_step(average, batch).backward()
     assert manager.steps == 2
 
@@ -573,6 +605,67 @@ def test_calls_past_the_model_itself_are_reported_once():
     assert manager.steps == 1
     got = block_of(manager)
     close(got, oracle(model, (x, y), names=sorted(got)))
+
+
+class Nested(nn.Module):
+    """Called with one structure that holds the fields."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(4, 3)
+
+    def forward(self, batch):
+        fields = batch if isinstance(batch, dict) else {"x": batch[0]}
+        return self.inner(fields["x"]) * fields.get("scale", 1.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"x": x}, lambda x: (x, "note")], ids=["dict", "tuple"])
+def test_batch_passed_as_one_structure(wrap):
+    model, (x, _) = Nested(), pair(3, 4)
+    manager = HookManager(model)
+    with manager.collect():
+        model(wrap(x)).square().sum().backward()
+    assert len(set(manager.last.ids)) == 3
+    got = block_of(manager)
+    close(got, oracle(model, (x, x), lambda model, batch: model({"x": batch[0]}).square().sum(1)))
+    if isinstance(wrap(x), dict):
+        assert manager.last.ids == tuple(example_id({"x": row}) for row in x)
+        by_key = HookManager(model, sample_id_key="number", sample_hash_fields=["x"])
+        with by_key.collect():
+            model({"x": x, "number": torch.arange(3)}).square().sum().backward()
+        assert by_key.last.ids == (0, 1, 2)
+
+
+def test_scalar_argument_before_the_batch():
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp(4, 3)
+
+        def forward(self, time, x):
+            return self.inner(x) * time
+
+    model, (x, _) = Timed(), pair(3, 4)
+    manager = HookManager(model)
+    with manager.collect():
+        model(torch.tensor(2.0), x).sum().backward()
+    assert len(set(manager.last.ids)) == 3
+
+
+def test_batch_norm_that_mixes_the_examples_is_said():
+    """Left out, it still makes every example's gradient depend on its mates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    manager = HookManager(model, exclude=nn.BatchNorm1d)
+    with manager.collect():
+        with pytest.warns(GradTrailWarning, match=r"BatchNorm in training mode \(1\) makes"):
+            train_step(model, pair(4, 4)).backward()
+        train_step(model, pair(4, 4)).backward()
+    assert manager.steps == 2
+    model.eval()
+    quiet_manager = HookManager(model)
+    with quiet_manager.collect():
+        train_step(model, pair(4, 4)).backward()
 
 
 # ---------------------------------------------------------------- warnings at registration
@@ -650,8 +743,11 @@ def test_live_pass_while_collecting(checkpointing):
     close(got, oracle(model, batch, names=sorted(got)))
 
 
-def test_live_pass_in_a_callback():
-    model, batch = mlp(4, 5, 3), pair(4, 4)
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non"])
+def test_live_pass_in_a_callback(checkpointing):
+    model = Convolutional(checkpointing).double().eval()
+    batch = next(image_batches(1))
+    batch = (batch[0].double(), batch[1])
     rows = list(zip(*batch, strict=True))
     alone = attribute(model, rows, rows, progress=False)
     scores = []
@@ -664,8 +760,32 @@ def test_live_pass_in_a_callback():
     assert manager.steps == 2
     for inside in scores:
         close(inside.values, alone.values, rtol=0, atol=0)
+    model.checkpointing = None
     got = block_of(manager)
     close(got, oracle(model, batch, names=sorted(got)))
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non"])
+def test_live_pass_after_a_failed_backward_whose_loss_is_kept(checkpointing):
+    model = Convolutional(checkpointing).double().eval()
+    batch = next(image_batches(1))
+    batch = (batch[0].double(), batch[1])
+    rows = list(zip(*batch, strict=True))
+    alone = attribute(model, rows, rows, progress=False)
+    manager = HookManager(model)
+    with manager.collect():
+        loss = train_step(model, batch)
+        handle = model.stem.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        inside = attribute(model, rows, rows, progress=False)
+        hidden = torch.randn(4, 4, 6, 6, dtype=F64, requires_grad=True)
+        with pytest.warns(GradTrailWarning, match="outside the model's own forward"):
+            # a part of the model alone, checkpointed, which no capture saw forwards
+            checkpoint(model.body, hidden, use_reentrant=False).sum().backward()
+        assert loss.grad_fn is not None
+    close(inside.values, alone.values, rtol=0, atol=0)
 
 
 def test_live_pass_over_a_part_and_over_the_whole():

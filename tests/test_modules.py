@@ -267,6 +267,28 @@ def test_experts_are_never_silently_wrong_on_small_batches(seed):
     close(got, oracle(model, batch, names=sorted(got)))
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda hidden: hidden[:, 0],
+        lambda hidden: hidden.mean(1),
+        lambda hidden: hidden.max(1).values,
+        lambda hidden: hidden[torch.arange(len(hidden)), hidden[..., 0].argmax(1)],
+        lambda hidden: hidden[(torch.arange(5) == 2).expand(len(hidden), 5)],
+        lambda hidden: hidden.gather(1, torch.full((len(hidden), 1, 4), 2)).squeeze(1),
+        lambda hidden: hidden.index_select(1, torch.tensor([3])).squeeze(1),
+    ],
+    ids=["first", "mean", "max", "one-each", "mask", "gather", "select"],
+)
+def test_one_row_an_example_that_was_pooled_is_no_choice_of_a_router(pool):
+    def forward(model, x):
+        pooled = pool(torch.tanh(model.a(x)))
+        return model.out(torch.tanh(model.b(pooled)))
+
+    model = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 5), out=nn.Linear(5, 3))
+    everywhere(model, (pair(4, 5, 4)[0], pair(4, 4)[1]))
+
+
 def test_router_on_folded_rows_is_exact():
     def forward(model, x):
         weights = model.router(x.reshape(-1, 4)).softmax(-1)
@@ -392,12 +414,23 @@ def test_linear_on_four_axes():
 
 
 def test_unbatched_input_is_refused():
-    model, x = mlp(4, 3), pair(1, 4)[0]
+    model, (x, y) = mlp(4, 3), pair(2, 4)
     manager = HookManager(model)
-    with manager.collect(), pytest.raises(CaptureError, match="must see|must be called with"):
+    with (
+        manager.collect(),
+        pytest.warns(GradTrailWarning, match=r"left out \(0: it must see one row"),
+        pytest.raises(CaptureError, match="got none at 0: it must see one row or axis entry for"),
+    ):
         model(x[0]).sum().backward()
-    with pytest.raises(CaptureError, match="batch axis, got"), manager.collect():
+    with manager.collect(), pytest.raises(CaptureError, match="batch axis, got"):
         model(torch.tensor(1.0))
+
+    def unbatched(model, batch):
+        return model(batch[0][0]).sum().reshape(1)
+
+    rows = list(zip(x, y, strict=True))
+    with pytest.raises(CaptureError, match="must have a layer that holds examples|one row"):
+        attribute(model, rows, rows, loss=unbatched, batch_size=1, progress=False)
 
 
 # ---------------------------------------------------------------- shared parameters
@@ -728,16 +761,67 @@ def test_input_changed_in_place_after_the_layer_read_it_is_refused(frozen):
         train_step(model, (x, y)).backward()
 
 
-def test_input_that_was_changed_before_a_second_layer_read_it():
-    """Two layers given the same tensor object share its capture only while it is unchanged."""
+def test_input_that_was_changed_between_two_layers_that_read_it():
+    """They share a capture only while it is the same tensor, unchanged."""
+    kept = []
 
     def forward(model, x):
         x = x * 1
-        first = model.a(x.clone())
+        kept.append(model.a(x))  # of no consequence, so that autograd does not mind
         x.mul_(2)
-        return first + model.b(x)
+        return model.b(x)
 
-    everywhere(Model(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3)), pair(4, 4))
+    model, batch = Model(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3)), pair(4, 4)
+    with pytest.warns(GradTrailWarning, match=r"No gradient reached a \(no gradient flows to it"):
+        assert_training(copy.deepcopy(model), batch, only=["b.weight", "b.bias"])
+    with pytest.warns(GradTrailWarning, match=r"No gradient ever reached 1 .*\(a\)"):
+        assert_live(model, batch)
+
+
+# ---------------------------------------------------------------- hooks of the user's own
+
+
+def test_hooks_that_change_what_a_module_returns_or_the_gradient_there():
+    """The gradient of a weight is that at the module's own output, after every tensor hook."""
+
+    def turned(_module, _args, output):
+        output = output.clone()
+        if output.requires_grad:
+            output.register_hook(lambda gradient: -2 * gradient)
+        return output
+
+    def forward(model, x):
+        hidden = model.a(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 3 * gradient)
+        return model.out(torch.tanh(model.b(hidden)))
+
+    for late in (False, True):
+        model = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), out=nn.Linear(4, 3))
+        if not late:
+            model.b.register_forward_hook(lambda _, __, output: 5 * output)
+            model.a.register_forward_hook(turned)
+            model.out.register_forward_pre_hook(lambda _, args: (args[0] / 2,))
+        everywhere(model, pair(4, 5, 4))
+
+
+def test_output_changed_in_place_by_the_loop():
+    def loss(model, batch):
+        scores = model(batch[0])
+        scores /= 3
+        return (scores - batch[1]).square().sum(-1)
+
+    everywhere(mlp(4, 5, 3), pair(4, 4), loss)
+
+
+def test_reparametrised_weight_is_reported_and_its_bias_is_exact():
+    model = mlp(4, 5, 3)
+    nn.utils.parametrizations.weight_norm(model[0])
+    only = ["0.bias", "2.weight", "2.bias"]
+    assert_training(copy.deepcopy(model), pair(4, 5, 4), only=only)
+    session = assert_live(model, pair(4, 5, 4), only=only)
+    left = {entry.name for entry in session.selection.coverage.with_status("unsupported")}
+    assert left == {f"0.parametrizations.weight.original{place}" for place in (0, 1)}
 
 
 # ---------------------------------------------------------------- outputs of any kind

@@ -348,6 +348,18 @@ def test_checkpointing_in_a_live_pass(reentrant, dropout):
 
 
 @BOTH_KINDS
+def test_checkpointing_in_a_live_pass_with_no_captured_layer_below(reentrant):
+    """Reentrant checkpointing makes no graph where nothing that enters it has one."""
+    model = Blocks(reentrant=reentrant)
+    only = [name for name, _ in model.blocks.named_parameters(prefix="blocks")]
+    assert_live(model, pair(4, 5, 4), only=only, layers="blocks.*", rtol=1e-9)
+    model.inlet.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    only = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert_live(model, pair(4, 5, 4), only=only, rtol=1e-9)
+
+
+@BOTH_KINDS
 def test_checkpointing_in_training(reentrant):
     manager = assert_training(Blocks(reentrant=reentrant), pair(4, 5, 4))
     assert len(manager.last.layers) == 2 + 3 * 3
@@ -812,6 +824,27 @@ def test_dropout_left_on_is_off_in_a_live_pass_and_modes_are_restored_per_module
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
+def test_dropout_of_a_recurrent_module_is_off_in_a_live_pass():
+    """It stays in training mode there, for cuDNN, but drops nothing; both are restored."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inlet = nn.Linear(4, 6, dtype=F64)
+            self.memory = nn.LSTM(6, 5, 2, dropout=0.5, batch_first=True, dtype=F64)
+            self.head = nn.Linear(5, 3, dtype=F64)
+
+        def forward(self, x):
+            return self.head(self.memory(torch.tanh(self.inlet(x)))[0])
+
+    for training in (True, False):
+        model = Recurrent().train(training)
+        assert_live(model, pair(4, 5, 4))
+        assert model.memory.dropout == 0.5
+        assert model.memory.training == training
+
+
 def test_batch_norm_evaluates_in_a_live_pass_and_keeps_its_statistics():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -827,8 +860,23 @@ def test_batch_norm_in_training_mode_is_refused_in_a_training_capture():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     manager = HookManager(model)
-    with manager.collect(), pytest.raises(CaptureError, match="must be in evaluation mode"):
+    with (
+        manager.collect(),
+        pytest.warns(GradTrailWarning, match="BatchNorm in training mode"),
+        pytest.raises(CaptureError, match="must be in evaluation mode"),
+    ):
         train_step(model, pair(4, 4)).backward()
+
+
+class Noisy(nn.Module):
+    """Draws numbers also when it evaluates."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(4, 3)
+
+    def forward(self, x):
+        return self.inner(x + torch.randn_like(x))
 
 
 def test_global_random_state_is_untouched_by_live_passes():
@@ -842,10 +890,12 @@ def test_global_random_state_is_untouched_by_live_passes():
     def states():
         return torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
 
+    noisy = Noisy()
     before = states()
     attribute(model, rows, rows, projection="dense", progress=False)
     attribute(model, rows, rows, projection=2, progress=False)
     self_influence(model, rows, progress=False)
+    attribute(noisy, rows, rows, progress=False)
     after = states()
     assert torch.equal(after[0], before[0])
     assert after[1] == before[1]

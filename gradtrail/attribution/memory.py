@@ -44,7 +44,7 @@ def large_zeros(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
         Zeros.
     """
     size = math.prod(shape) * like.element_size()
-    if like.device.type != "cpu" or sys.platform != "linux" or size < 4 * _HUGE_PAGE:
+    if like.device.type != "cpu" or sys.platform != "linux" or size < 2 * _HUGE_PAGE:
         return like.new_zeros(shape)
     memory = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE)
     memory.madvise(mmap.MADV_HUGEPAGE)

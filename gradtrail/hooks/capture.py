@@ -50,6 +50,18 @@ class HookedModule:
         return self.memberships[0][1]
 
 
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """One call that waits for its output gradient."""
+
+    hooked: HookedModule
+    layout: Layout
+    saved: SavedInput
+    extras: tuple[str, ...]
+    place: int
+    recomputed: bool
+
+
 class Anchor(torch.autograd.Function):
     """Copies a tensor that has no graph into one that has, and ends the backward there."""
 
@@ -141,9 +153,10 @@ class Capture:
                 return output
             output = Anchor.apply(output, self._anchor)
         self._expect(hooked, recomputed=recomputed)
-        saved = self._save(call, recomputed=recomputed)
-        take = partial(self._on_gradient, hooked, layout, saved, tuple(call.extras))
-        output.register_hook(partial(take, recomputed=recomputed))
+        saved = self._save(call)
+        use = _Use(hooked, layout, saved, tuple(call.extras), output.output_nr, recomputed)
+        # a hook of the node comes after the tensor's own, by which a model may change a gradient
+        output.grad_fn.register_prehook(partial(self._on_gradient, use))
         return output
 
     def _layout(self, name: str, inputs: Tensor) -> Layout:
@@ -200,7 +213,7 @@ class Capture:
             for unit, _ in hooked.memberships:
                 self._expected[unit.name] = self._expected.get(unit.name, 0) + 1
 
-    def _save(self, call: LayerCall, *, recomputed: bool) -> SavedInput:
+    def _save(self, call: LayerCall) -> SavedInput:
         """Save a call's tensors, once for the layers that read the same ones in a row."""
         tensors = (call.inputs, *call.extras.values())
         known = reversed(list(_alive(self._recent)))
@@ -208,8 +221,7 @@ class Capture:
         if saved is None:
             saved = SavedInput(tensors)
             reference = weakref.ref(saved)
-            if not recomputed:
-                self._saved.append(reference)
+            self._saved.append(reference)
             self._recent.append(reference)
             if len(self._recent) > _SHARED_WITHIN:
                 for oldest in _alive([self._recent.popleft()]):
@@ -217,42 +229,41 @@ class Capture:
         saved.add_reader(tensors, self._anchor)
         return saved
 
-    def _on_gradient(
-        self,
-        hooked: HookedModule,
-        layout: Layout,
-        saved: SavedInput,
-        extras: tuple[str, ...],
-        output_gradient: Tensor,
-        *,
-        recomputed: bool,
-    ) -> None:
+    def _on_gradient(self, use: _Use, gradients: tuple[Tensor | None, ...]) -> None:
+        output_gradient = gradients[use.place]
         # an outer call belongs to the outermost backward, which may not have been announced
-        if not (self.running if recomputed else self.start()):
+        if output_gradient is None or not (self.running if use.recomputed else self.start()):
             return
         if torch.is_grad_enabled():
             raise CaptureError(
                 "A captured backward must not build a graph of itself, got create_graph=True: the "
                 "next one would bring other gradients than an example's own. Take it outside."
             )
-        tensors, derived = saved.read(hooked.name)
+        hooked, layout = use.hooked, use.layout
+        tensors, derived = use.saved.read(hooked.name)
         with torch.no_grad():
             inputs = batch_first(tensors[0], layout, self.batch, self.tokens)
             gradient = batch_first(output_gradient, layout, self.batch, self.tokens)
             if inputs is None or gradient is None:
-                raise CaptureError(
-                    f"{hooked.name} must see one row or axis entry for each of the {self.batch} "
-                    f"examples, got input {tuple(tensors[0].shape)} and output gradient "
-                    f"{tuple(output_gradient.shape)}. Leave it out or use batch size 1."
-                )
+                self._refuse_rows(hooked.name, tensors[0], output_gradient)
+                return
             if self.scale is not None:
                 gradient = _scaled(gradient, self.scale)
             if layout.kind != "axis" or layout.axis:
                 derived = derived.setdefault("layout", {})
-            call = LayerCall(inputs, dict(zip(extras, tensors[1:], strict=True)), derived)
+            call = LayerCall(inputs, dict(zip(use.extras, tensors[1:], strict=True)), derived)
             for unit, owner in hooked.memberships:
                 part = owner.rule.layer_gradient(hooked.module, call, gradient, owner.roles)
                 self._add(unit.name, part)
+
+    def _refuse_rows(self, name: str, inputs: Tensor, gradient: Tensor) -> None:
+        """Refuse a layer whose rows do not fit, in training without failing the backward."""
+        self.refused[name] = (
+            f"it must see one row or axis entry for each of the {self.batch} examples, got input "
+            f"{tuple(inputs.shape)} and output gradient {tuple(gradient.shape)}"
+        )
+        if self.live:
+            raise CaptureError(f"{name}: {self.refused[name]}. Leave it out or use batch size 1.")
 
     def _add(self, name: str, part: LayerGradient) -> None:
         self._parts.setdefault(name, []).append(part)

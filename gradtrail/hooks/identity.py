@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["batch_ids", "example_id"]
+from gradtrail.hooks.tensors import tensors_in
+
+__all__ = ["batch_ids", "call_fields", "example_id"]
 
 _MASK = "attention_mask"
 
@@ -32,6 +36,40 @@ def example_id(item: Mapping[str, Any] | Tensor, fields: Iterable[str] | None = 
     tensors = {name: _as_tensor(value) for name, value in named.items()}
     batch = {name: value.unsqueeze(0) for name, value in tensors.items() if value is not None}
     return batch_ids(batch, 1, fields)[0]
+
+
+def call_fields(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name what a call was given.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        By keyword or position; what a mapping or a dataclass holds by its own keys, what a
+        sequence with tensors holds by position and place.
+    """
+    named = [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]
+    fields: dict[str, Any] = {}
+    for name, value in named:
+        fields.update(_opened(name, value))
+    return fields
+
+
+def _opened(name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Look into structures, at any depth."""
+    if isinstance(value, Mapping):
+        inside = {str(key): entry for key, entry in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        inside = {field.name: getattr(value, field.name) for field in dataclass_fields(value)}
+    elif isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
+        inside = {f"{name}.{place}": entry for place, entry in enumerate(value)}
+    else:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, entry in inside.items():
+        found.update(_opened(key, entry))
+    return found
 
 
 def batch_ids(

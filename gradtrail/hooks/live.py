@@ -77,6 +77,9 @@ class LivePass:
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)
                 module.training = False
+                if isinstance(module, nn.RNNBase):  # cuDNN has no backward of one that evaluates
+                    stack.callback(setattr, module, "dropout", module.dropout)
+                    module.training, module.dropout = True, 0.0
             stack.enter_context(_fixed(self.model))
             # torch's fused attention passes over the layers, and drops padded rows
             stack.callback(

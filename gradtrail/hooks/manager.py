@@ -26,10 +26,10 @@ from gradtrail.factors import (
 from gradtrail.hooks.batch import first_tensor, tokens_of
 from gradtrail.hooks.capture import Capture
 from gradtrail.hooks.coverage import Coverage
-from gradtrail.hooks.identity import batch_ids
+from gradtrail.hooks.identity import batch_ids, call_fields
 from gradtrail.hooks.labels import counted_labels
 from gradtrail.hooks.live import is_fixed
-from gradtrail.hooks.notices import reasons_of, warn_frozen
+from gradtrail.hooks.notices import reasons_of, warn_frozen, warn_mixing
 from gradtrail.hooks.outside import OutsideReads
 from gradtrail.hooks.selection import LayerChoice, select_layers
 from gradtrail.hooks.taps import Backward, Taps
@@ -194,15 +194,17 @@ class HookManager:
         if nested or not torch.is_grad_enabled() or is_fixed(self.model):
             self._open.append(None)
             return
-        fields = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-        main = first_tensor(fields)
-        if main is None or main.dim() == 0:
+        fields = call_fields(args, kwargs)
+        scalars = [n for n, v in fields.items() if isinstance(v, Tensor) and v.dim() == 0]
+        batch = {name: value for name, value in fields.items() if name not in scalars}
+        main = first_tensor(batch)
+        if main is None:
             raise CaptureError(
                 "The model must be called with a tensor that has a batch axis, got "
                 f"{sorted(fields)}. Call the module that takes the batch."
             )
         size = main.shape[0]
-        capture = Capture(size, tokens_of(fields), sink=_ignore, scale=self._scale(fields, size))
+        capture = Capture(size, tokens_of(batch), sink=_ignore, scale=self._scale(fields, size))
         lent = [*self.model.parameters(), *self.model.buffers(), *tensors_in(fields)]
         borrowed = frozenset(tensor.untyped_storage().data_ptr() for tensor in lent)
         step = _Step(capture, self._ids(fields, size), borrowed=borrowed)
@@ -212,6 +214,7 @@ class HookManager:
         self._taps.current = capture
         if not self._has_looked:  # the first forward is as good as any
             self._has_looked = True
+            warn_mixing(self.model)
             self._reads = OutsideReads(self._taps.modules)
             self._reads.__enter__()
 

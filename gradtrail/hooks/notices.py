@@ -11,7 +11,7 @@ from gradtrail.errors import GradTrailWarning
 from gradtrail.hooks.capture import Capture
 from gradtrail.hooks.selection import Selection
 
-__all__ = ["reasons_of", "warn_frozen"]
+__all__ = ["reasons_of", "warn_frozen", "warn_mixing"]
 
 
 def reasons_of(capture: Capture, names: Sequence[str]) -> str:
@@ -67,4 +67,25 @@ def warn_frozen(model: nn.Module, selection: Selection) -> None:
             "may reach them.",
             GradTrailWarning,
             stacklevel=3,
+        )
+
+
+def warn_mixing(model: nn.Module) -> None:
+    """Say that the examples of a batch are not independent of each other.
+
+    Args:
+        model: The model.
+    """
+    mixing = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001  # has no public name
+        and module.training
+    ]
+    if mixing:
+        warnings.warn(
+            f"BatchNorm in training mode ({', '.join(mixing[:5])}{', ...' if mixing[5:] else ''}) "
+            "makes an example's gradient depend on the rest of its batch.",
+            GradTrailWarning,
+            stacklevel=2,
         )

@@ -58,8 +58,9 @@ class Taps:
             if before is not None:
                 handle = hooked.module.register_forward_pre_hook(before, with_kwargs=True)
                 self._handles.append(handle)
+            # before the user's hooks, which may return something else than the module did
             handle = hooked.module.register_forward_hook(
-                after, with_kwargs=True, always_call=not hooked.owner.trusted
+                after, prepend=True, with_kwargs=True, always_call=not hooked.owner.trusted
             )
             self._handles.append(handle)
 
@@ -112,8 +113,7 @@ class Taps:
         if self.current is not None or self._running is None:
             return self.current
         backward = self._running()
-        inside = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # no public way to know
-        return backward.capture if backward is not None and inside else None
+        return None if backward is None else backward.capture
 
     def _idle(self, hooked: HookedModule, module: nn.Module) -> bool:
         """Whether no capture wants to know of a call.
