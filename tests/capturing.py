@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -163,10 +164,9 @@ def assert_training(model, batch, loss=None, *, only=None, rtol=1e-10, **options
 
 def tiny_gpt2(seed=0, **options):
     """A GPT-2 of two narrow layers in float64."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=17,
         n_positions=16,
         n_embd=8,
@@ -177,15 +177,14 @@ def tiny_gpt2(seed=0, **options):
         attn_implementation="eager",
         **options,
     )
-    return GPT2LMHeadModel(config).double()
+    return transformers.GPT2LMHeadModel(config).double()
 
 
 def tiny_llama(seed=0, **options):
     """A Llama of two narrow layers in float64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=17,
         hidden_size=8,
         intermediate_size=12,
@@ -198,7 +197,7 @@ def tiny_llama(seed=0, **options):
         attn_implementation="eager",
         **options,
     )
-    return LlamaForCausalLM(config).double()
+    return transformers.LlamaForCausalLM(config).double()
 
 
 def language_batch(lengths=(6, 4, 5, 1), vocabulary=17, *, left=False, seed=0):

@@ -33,6 +33,7 @@ from gradtrail import (
     self_influence,
 )
 from gradtrail.attribution.data import as_rows
+from gradtrail.attribution.losses import resolve_loss
 from gradtrail.factors import DenseGradient, LinearFactors, SumGradient, project, to_dense
 from gradtrail.hooks import select_layers
 
@@ -224,8 +225,6 @@ def test_language_and_vision_models_in_a_training_capture(name, b):
 
 
 def masked_lm_like_sum(model, batch):
-    from gradtrail.attribution.losses import resolve_loss
-
     return resolve_loss(None, None)(model, batch)
 
 

@@ -1,6 +1,7 @@
 """Modules used in the ways that models use them: right against autograd, or refused by name."""
 
 import copy
+import importlib
 import warnings
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from capturing import (
     assert_training,
     by_parameter,
     close,
+    covered,
     language_batch,
     live_gradients,
     mlp,
@@ -32,7 +34,9 @@ from gradtrail import (
     attribute,
     check,
     coverage,
+    reference,
 )
+from gradtrail.hooks import select_layers
 
 # peft asks transformers by a name that is going away
 pytestmark = pytest.mark.filterwarnings(
@@ -342,6 +346,34 @@ def test_time_major_encoder(b, t):
     assert len(left) == 2 * 4
 
 
+@pytest.mark.parametrize(("b", "t"), [(4, 5), (4, 4)])
+def test_batches_that_a_collator_makes_time_major(b, t):
+    def forward(model, x):
+        return model.out(model.encoder(x).mean(0))
+
+    layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=False)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    model = Model(forward, encoder=encoder, out=nn.Linear(4, 3)).eval()
+    x, y = pair(b, t, 4)[0], pair(b, 4)[1]
+    rows = list(zip(x, y, strict=True))
+
+    def collate(rows):
+        return torch.stack([row[0] for row in rows], 1), torch.stack([row[1] for row in rows])
+
+    def loss(model, batch):
+        return (model(batch[0]) - batch[1]).square().sum(1)
+
+    names = covered(select_layers(model))
+    alone = [collate([row]) for row in rows]
+    expected = reference.per_example_gradients(model, alone, loss, names)
+    wanted = reference.dot_products(expected, expected)
+    for batch_size in (1, 3, b):
+        scores = attribute(
+            model, rows, rows, loss=loss, collate_fn=collate, batch_size=batch_size, progress=False
+        )
+        close(scores.values.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_encoder_with_a_padding_mask(nested):
     """torch's fused path would pass over the layers and drop the padded positions."""
@@ -495,12 +527,12 @@ def test_tied_head_of_a_language_model(make):
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 4), (4, 6)], ids=["square", "oblong"])
 def test_linear_that_stores_its_weight_transposed(rows, columns):
-    from transformers.pytorch_utils import Conv1D
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
     def forward(model, x):
         return model.out(torch.tanh(model.a(x)))
 
-    everywhere(Model(forward, a=Conv1D(columns, rows), out=nn.Linear(columns, 3)), pair(4, 5, rows))
+    everywhere(Model(forward, a=conv1d(columns, rows), out=nn.Linear(columns, 3)), pair(4, 5, rows))
 
 
 def test_default_selection_on_gpt2_covers_its_blocks():
@@ -890,8 +922,7 @@ def test_output_that_is_a_parameter_of_the_model_gathers_no_hooks():
 
 
 def model_class(model, name):
-    import importlib
-
+    pytest.importorskip("transformers")
     return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
 
 
@@ -965,9 +996,8 @@ def test_one_example_a_batch_is_exact_for_shared_positions_too():
 
 
 def test_mixture_of_experts_says_what_share_is_left_out():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
         vocab_size=17,
         hidden_size=8,
         intermediate_size=12,
@@ -977,7 +1007,7 @@ def test_mixture_of_experts_says_what_share_is_left_out():
         num_local_experts=4,
         attn_implementation="eager",
     )
-    model = MixtralForCausalLM(config).double()
+    model = transformers.MixtralForCausalLM(config).double()
     if callable(getattr(model, "set_experts_implementation", None)):
         model.set_experts_implementation("eager")  # the default one has no float64 on the CPU
     found = coverage(model)
@@ -1026,8 +1056,7 @@ def test_layers_without_parameters_are_not_hooked():
 
 
 def with_adapters(model, **options):
-    import peft
-
+    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, **options)
     adapted = peft.get_peft_model(model, config).double()
     generator = torch.Generator().manual_seed(0)

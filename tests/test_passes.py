@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import gc
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from capturing import (
@@ -22,7 +24,7 @@ from capturing import (
     train_step,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gradtrail import (
     CaptureError,
@@ -30,6 +32,7 @@ from gradtrail import (
     HookManager,
     Projection,
     attribute,
+    reference,
     self_influence,
 )
 from gradtrail.factors import to_dense
@@ -456,7 +459,6 @@ def test_checkpointing_around_the_model_itself(reentrant):
 
 def test_selective_checkpointing_recomputes_what_it_would_without_a_capture():
     """The check of a class with its own forward must not shift what was kept of an operation."""
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     class Scaled(nn.Linear):
         def forward(self, x):
@@ -646,8 +648,6 @@ def test_branch_that_the_data_takes_in_a_live_pass():
     x = x.abs() * torch.tensor([1, -1, 1, -1, -1, 1], dtype=F64).unsqueeze(1)
     rows = list(zip(x, y, strict=True))
     expected = oracle(model, (x, y))
-    from gradtrail import reference
-
     scores = attribute(model, rows, rows, batch_size=1, progress=False)
     wanted = reference.dot_products(expected, expected)
     close(scores.values.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -880,10 +880,6 @@ class Noisy(nn.Module):
 
 
 def test_global_random_state_is_untouched_by_live_passes():
-    import random
-
-    import numpy as np
-
     model, (x, y) = Blocks(dropout=0.5), pair(4, 5, 4)
     rows = list(zip(x, y, strict=True))
 
