@@ -1,4 +1,4 @@
-"""GradDot of dattri-llm 0.1.0 on the same work, run with the interpreter of a venv that holds it."""
+"""GradDot of dattri-llm 0.1.0 on the same work, run with the interpreter of its own venv."""
 
 from __future__ import annotations
 

@@ -797,4 +797,11 @@ def test_live_pass_over_a_part_and_over_the_whole():
         assert manager.steps == 0
         train_step(whole, batch).backward()
     assert manager.steps == 1
+    outer = HookManager(whole)
+    with outer.collect():
+        part = list(zip(batch[0], pair(4, 4, out=5)[1], strict=True))
+        attribute(whole[0], part, part, progress=False)
+        assert outer.steps == 0
+        train_step(whole, batch).backward()
+    assert outer.steps == 1
     assert covered(select_layers(whole[0])) == [name for name, _ in whole[0].named_parameters()]

@@ -25,6 +25,7 @@ from capturing import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gradtrail import (
     CaptureError,
@@ -693,6 +694,34 @@ def test_weight_that_is_also_read_functionally_is_never_silently_wrong():
         attribute(model, rows, rows, layers="table", progress=False)
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_weight_that_is_read_functionally_under_checkpointing(reentrant):
+    """Looking for it leaves what checkpointing saves, and random numbers, as they are."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 4, dtype=F64)
+            self.inner = nn.Linear(4, 4, dtype=F64)
+            self.reentrant = reentrant
+
+        def block(self, hidden):
+            weight = self.table.weight + 0 * F.dropout(self.table.weight, 0.5)
+            return torch.tanh(self.inner(hidden)) @ weight.t()
+
+        def forward(self, ids):
+            hidden = self.table(ids)
+            if self.reentrant is None:
+                return self.block(hidden)
+            return checkpoint(self.block, hidden, use_reentrant=self.reentrant)
+
+    batch = (torch.randint(0, 7, (4, 5)), pair(4, 5, 4, out=7)[1])
+    with pytest.warns(GradTrailWarning, match=r"left out \(table: .* read outside"):
+        assert_training(Tied(), batch, only=["inner.weight", "inner.bias"])
+    with pytest.warns(GradTrailWarning, match=r"left out \(table: .* read outside"):
+        assert_live(Tied(), batch)
+
+
 def test_looking_at_a_weight_is_no_use_of_it():
     def forward(model, x):
         x = x.to(model.a.weight.dtype) * model.a.weight.detach().norm()
@@ -713,6 +742,23 @@ def test_penalty_on_the_weights_in_a_loss_is_never_silently_wrong():
 
     with pytest.raises(CaptureError, match="got 0: its parameter is also read outside its own"):
         attribute(model, rows, rows, loss=penalised, progress=False)
+
+
+def test_measurement_that_reads_a_weight_is_never_silently_wrong():
+    """As the query, a logit written out with the head's own rows; the training loss calls it."""
+    model, (x, y) = mlp(4, 5, 3), pair(4, 4)
+    rows = list(zip(x, y, strict=True))
+
+    def logit(model, batch):
+        return (model[:2](batch[0]) * model[2].weight[1]).sum(1)
+
+    with pytest.warns(GradTrailWarning, match=r"left out \(2: its parameter is also read outside"):
+        scores = attribute(model, rows, rows, query_loss=logit, progress=False)
+    names = ["0.weight", "0.bias"]
+    wanted = reference.dot_products(
+        oracle(model, (x, y), None, names), oracle(model, (x, y), logit, names)
+    )
+    close(scores.values.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------- convolutions

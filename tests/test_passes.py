@@ -457,6 +457,52 @@ def test_checkpointing_around_the_model_itself(reentrant):
         assert_block(manager, model, batch)
 
 
+class Nest(nn.Module):
+    """A checkpoint inside a checkpoint, and a layer outside the inner one that is called twice."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet = nn.Linear(4, 6, dtype=F64)
+        self.a, self.b = mlp(6, 7, 6), mlp(6, 5, 6)
+        self.outlet = nn.Linear(6, 3, dtype=F64)
+        self.reentrant = reentrant
+
+    def inner(self, x):
+        return self.b(x) if self.reentrant is None else checkpoint(self.b, x, use_reentrant=False)
+
+    def middle(self, x):
+        return self.inner(self.a(x)) + self.a(x)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        if self.reentrant is None:
+            return self.outlet(self.middle(x))
+        return self.outlet(checkpoint(self.middle, x, use_reentrant=self.reentrant))
+
+
+@BOTH_KINDS
+def test_checkpointing_inside_checkpointing(reentrant):
+    assert_live(Nest(reentrant), pair(4, 5, 4))
+    assert_training(Nest(reentrant), pair(4, 5, 4))
+
+
+def test_activations_that_autograd_keeps_elsewhere():
+    """Inputs are saved as autograd saves its own, so offloading them goes for both."""
+    model, batch, packed = mlp(4, 5, 3), pair(4, 5, 4), []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor.numpy().copy()
+
+    manager = HookManager(model)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy)
+    with manager.collect(), hooks:
+        train_step(model, batch).backward()
+    assert packed.count((4, 5, 4)) == 1  # autograd's own copy of the first input is folded
+    assert_block(manager, model, batch)
+
+
 def test_selective_checkpointing_recomputes_what_it_would_without_a_capture():
     """The check of a class with its own forward must not shift what was kept of an operation."""
 

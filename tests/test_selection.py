@@ -74,8 +74,11 @@ EVERY = [
         (nn.LayerNorm, [f"blocks.{block}.norm" for block in range(3)]),
         ((nn.Conv1d, "head"), ["conv", "head"]),
         (Block, EVERY[:9]),
-        (lambda name, module: isinstance(module, nn.Linear) and name.startswith("blocks.2"),
-         ["blocks.2.query", "blocks.2.out"]),
+        pytest.param(
+            lambda name, module: isinstance(module, nn.Linear) and name.startswith("blocks.2"),
+         ["blocks.2.query", "blocks.2.out"],
+            id="callable",
+        ),
         ({"conv"}, ["conv"]),
     ],
     ids=str,

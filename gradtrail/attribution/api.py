@@ -95,11 +95,12 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     check_choice("granularity", granularity, ("example", "token"))
     check_positive("batch_size", batch_size)
     pad = padding_id(model)
+    trained = resolve_loss(loss, loss_reduction)
     task = Task(
         train=as_rows(train, "train", collate_fn, pad),
         query=as_rows(query, "query", collate_fn, pad),
-        loss=resolve_loss(loss, loss_reduction),
-        query_loss=resolve_loss(query_loss or loss, loss_reduction),
+        loss=trained,
+        query_loss=trained if query_loss is None else resolve_loss(query_loss, loss_reduction),
         batch_size=batch_size,
         query_batch_size=batch_size if query_batch_size is None else query_batch_size,
         per_token=granularity == "token",
@@ -220,7 +221,8 @@ def _score(
 ) -> tuple[Tensor, Tensor | None]:
     """Score with the weights that are in the model now."""
     probe, loss = (task.train, task.loss) if len(task.train) else (task.query, task.query_loss)
-    with session.opened(probe, loss):
+    own = task.query_loss is not task.loss and len(task.query)
+    with session.opened(probe, loss, (task.query, task.query_loss) if own else None):
         values, lengths = attributor.score(session, task)
         train, query = (task.train, task.loss), (task.query, task.query_loss)
         warn_not_finite(values, session, train, query)

@@ -68,12 +68,15 @@ class Session:
     _data: dict[str, DataDigest] = field(default_factory=dict, init=False)
 
     @contextmanager
-    def opened(self, rows: Rows, loss: Loss) -> Iterator[None]:
+    def opened(
+        self, rows: Rows, loss: Loss, other: tuple[Rows, Loss] | None = None
+    ) -> Iterator[None]:
         """Freeze the model for the passes made inside.
 
         Args:
             rows: Rows to find out with where the layers hold the batch.
             loss: How the model is run on them.
+            other: Rows that will run with a loss of their own, or None.
 
         Yields:
             Nothing.
@@ -90,6 +93,7 @@ class Session:
                     lambda places: self._run(rows, loss, [order[place] for place in places]),
                     max(lengths),
                     len(lengths),
+                    None if other is None else lambda: self._run(*other, [0]),
                 )
             self.selection = live.selection
             yield

@@ -103,13 +103,20 @@ class LivePass:
         """Put everything back."""
         self._stack.__exit__(kind, error, trace)
 
-    def probe(self, run: Callable[[Sequence[int]], Any], tokens: int, num_rows: int) -> None:
+    def probe(
+        self,
+        run: Callable[[Sequence[int]], Any],
+        tokens: int,
+        num_rows: int,
+        other: Callable[[], Any] | None = None,
+    ) -> None:
         """Find out where each layer holds the batch, and drop layers that hold no examples.
 
         Args:
             run: Runs the model's forward on the rows with the given numbers.
             tokens: Number of positions of the first row in the model's own input.
             num_rows: Number of rows that may be asked for, at least 1; a few are enough.
+            other: Runs the model under another loss that will be used, or None.
 
         Raises:
             CaptureError: If a layer the user named cannot tell its examples apart.
@@ -118,6 +125,8 @@ class LivePass:
         with _before_inputs_are_open():
             with reads:
                 one = self._look(run, [0])
+                if other is not None:
+                    self._look(lambda _: other(), [0])
             layouts = self._find_layouts(run, tokens, range(num_rows), one)
         reasons = reads.reasons()
         for hooked in self.taps.modules:

@@ -24,7 +24,7 @@ from gradtrail.factors import (
     to_dense,
 )
 from gradtrail.hooks.batch import first_tensor, tokens_of
-from gradtrail.hooks.capture import Capture
+from gradtrail.hooks.capture import Capture, HookedModule
 from gradtrail.hooks.coverage import Coverage
 from gradtrail.hooks.identity import batch_ids, call_fields
 from gradtrail.hooks.labels import counted_labels
@@ -237,6 +237,9 @@ class HookManager:
     def _begin_backward(self, step: _Step) -> bool:
         """At the first output (or layer) reached by a backward: arrange to notice its end.
 
+        Args:
+            step: The step whose graph is run through.
+
         Returns:
             Whether the backward is captured.
         """
@@ -324,13 +327,13 @@ class HookManager:
         reads.__exit__(None, None, None)
         return reads.reasons()
 
-    def _warn_stray(self, name: str) -> None:
+    def _warn_stray(self, hooked: HookedModule) -> None:
         """Say once that a layer ran outside the model's own call."""
-        if not self._strayed and not is_fixed(self.model):
+        if not self._strayed and not is_fixed(hooked.module):
             self._strayed = True
             warnings.warn(
-                f"{name} was called outside the model's own forward, which is not captured: a step "
-                f"starts where {type(self.model).__name__} itself is called.",
+                f"{hooked.name} was called outside the model's own forward, which is not captured: "
+                f"a step starts where {type(self.model).__name__} itself is called.",
                 GradTrailWarning,
                 stacklevel=2,
             )

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradtrail.hooks.capture import HookedModule
+from gradtrail.hooks.saved import apart_from_checkpointing
 
 __all__ = ["OutsideReads"]
 
@@ -137,7 +138,12 @@ def _depends(
     again, named = tree_unflatten(leaves, spec)
     devices = [parameter.device.index or 0] if parameter.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), torch.inference_mode(mode=False), torch.enable_grad():
+        with (
+            torch.random.fork_rng(devices),
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            apart_from_checkpointing(),
+        ):
             result = func(*again, **named)
     except (RuntimeError, TypeError, ValueError):
         return True  # whatever it is, it is no plain look at the parameter

@@ -7,14 +7,25 @@ not held), and an input that was changed in place is noticed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrail.errors import CaptureError
 
-__all__ = ["SavedInput"]
+__all__ = ["SavedInput", "apart_from_checkpointing"]
+
+
+@contextmanager
+def apart_from_checkpointing() -> Iterator[None]:
+    """Keep an extra computation out of what checkpointing saves, which it will not do again."""
+    kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+    with _disable_current_modes(), kept:
+        yield
 
 
 class _Save(torch.autograd.Function):

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrail.errors import CaptureError, UnsupportedLayerError
 from gradtrail.hooks.capture import Capture, HookedModule
 from gradtrail.hooks.intercept import WeightWatcher
 from gradtrail.hooks.layout import Seen
+from gradtrail.hooks.saved import apart_from_checkpointing
 from gradtrail.hooks.selection import Unit
 from gradtrail.hooks.verify import verify_call
 
@@ -43,7 +43,7 @@ class Taps:
             units: The captured layers.
         """
         self.current: Capture | None = None
-        self.on_stray: Callable[[str], None] | None = None
+        self.on_stray: Callable[[HookedModule], None] | None = None
         self.seen: dict[str, list[Seen]] | None = None
         self.modules = _hooked_modules(units)
         self._running: weakref.ref[Backward] | None = None
@@ -138,7 +138,7 @@ class Taps:
         if self._active is not None or self.seen is not None:
             return False
         if self.on_stray is not None and torch.is_grad_enabled():
-            self.on_stray(hooked.name)
+            self.on_stray(hooked)
         return True
 
     def _hooks(self, hooked: HookedModule) -> tuple[Any, Any]:
@@ -231,7 +231,7 @@ class Taps:
         paused = (self.current, self._running, self.seen, self.on_stray)
         self.current = self._running = self.seen = self.on_stray = None
         try:
-            with _apart_from_checkpointing():
+            with apart_from_checkpointing():
                 reason = verify_call(module, hooked.owner.rule, args, kwargs)
         finally:
             self.current, self._running, self.seen, self.on_stray = paused
@@ -248,14 +248,6 @@ class Taps:
             return None
         layout = capture.layouts.get(hooked.name)
         return capture.batch if layout is not None and layout.kind == "expand" else None
-
-
-@contextmanager
-def _apart_from_checkpointing() -> Iterator[None]:
-    """Keep an extra computation out of what checkpointing saves, which it will not do again."""
-    kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
-    with _disable_current_modes(), kept:
-        yield
 
 
 def _hooked_modules(units: tuple[Unit, ...]) -> tuple[HookedModule, ...]:
