@@ -19,6 +19,9 @@ from gradtrail.errors import CaptureError
 
 __all__ = ["SavedInput", "apart_from_checkpointing"]
 
+# Tells whether hooks on saved tensors are active; a torch without it always saves through autograd.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001
+
 
 @contextmanager
 def apart_from_checkpointing() -> Iterator[None]:
@@ -39,6 +42,40 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:  # noqa: ANN401
         return (None,) * (1 + len(ctx.saved_tensors))
+
+
+class _Held:
+    """The same for tensors that nothing but autograd itself would keep: held, with their version.
+
+    Where no hook on saved tensors is active there is nothing to be recomputed or offloaded, and a
+    node of its own would cost more than all else that is done for a call.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = tuple(tensor.detach() for tensor in tensors)
+        self._versions = tuple(tensor._version for tensor in tensors)  # noqa: SLF001
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, as they were.
+
+        Returns:
+            What was held.
+
+        Raises:
+            RuntimeError: If one was changed in place.
+        """
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:  # noqa: SLF001
+                raise RuntimeError("a tensor was modified by an inplace operation")
+        return self._tensors
+
+
+def _save(tensors: tuple[Tensor, ...], anchor: Tensor) -> Any:  # noqa: ANN401
+    """Save tensors; what comes back gives them as ``saved_tensors``."""
+    if _top_hooks is not None and _top_hooks(False) is None:  # noqa: FBT003  # torch's own signature
+        return _Held(tensors)
+    return _Save.apply(anchor, *(tensor.detach() for tensor in tensors)).grad_fn
 
 
 class SavedInput:
@@ -72,7 +109,7 @@ class SavedInput:
             tensors: What to keep, the same as at the start.
             anchor: A scalar that requires grad, so that autograd records the node.
         """
-        self._nodes.append(_Save.apply(anchor, *(tensor.detach() for tensor in tensors)).grad_fn)
+        self._nodes.append(_save(tensors, anchor))
         self._remaining += 1
 
     def close(self) -> None:
