@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="64 examples, one pair each")
     parser.add_argument("--peer-python", help="interpreter of a venv with dattri-llm 0.1.0")
+    parser.add_argument("--only", help="measure problems whose contestant:model:tokens holds this")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.quick:
@@ -117,6 +118,12 @@ def main() -> None:
         problems += [
             Problem("peer:dattri_llm", model, tokens)
             for model, tokens in (("gpt2", 128), ("llama", 128), ("gpt2", 32))
+        ]
+    if options.only:
+        problems = [
+            problem
+            for problem in problems
+            if options.only in f"{problem.contestant}:{problem.model}:{problem.tokens}"
         ]
     rate = matmul_rate(options.threads)
     print(
