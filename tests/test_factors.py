@@ -480,3 +480,15 @@ def test_sizes():
         math.prod((V, D)) == dense_size(dense(2)) == dense_size(linear(2)) == dense_size(table(2))
     )
     assert dense_size(scale(2)) == 2 * D
+
+
+def test_factors_without_weight_and_bias_are_zero():
+    x = LinearFactors(torch.zeros(3, 2, 0), torch.randn(3, 2, 4))
+    for route in ("factored", "materialized"):
+        assert not cross_gram(x, x, route=route).any()
+        assert not squared_norm(x, route=route).any()
+    biased = LinearFactors(x.activation_bsi, x.output_gradient_bso, has_bias=True)
+    for route in ("factored", "materialized"):
+        total = x.output_gradient_bso.sum(1)
+        got = cross_gram(biased, biased, route=route)
+        torch.testing.assert_close(got, total @ total.t(), rtol=1e-5, atol=1e-5)

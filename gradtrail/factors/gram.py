@@ -198,11 +198,9 @@ def _linear_gram_chunk(
         a_x, g_x = _group(x, group)
         a_y, g_y = _group(y, group)
         products = _token_gram(g_x, g_y)
-        if a_x.shape[2] == 0:
-            pass  # a bias alone: every activation is the constant one
-        else:
-            gram = memo.token_gram(a_x, a_y) if memo and x.groups == 1 else _token_gram(a_x, a_y)
-            products.mul_(gram + 1 if bias else gram)
+        # activations of width 0 (a bias alone) have inner products 0, and 1 with the constant
+        gram = memo.token_gram(a_x, a_y) if memo and x.groups == 1 else _token_gram(a_x, a_y)
+        products.mul_(gram + 1 if bias else gram)
         products = products.view(b, s, q, t).sum(3)
         products = products if per_position else products.sum(1)
         total = products if total is None else total + products

@@ -72,9 +72,8 @@ def _paired_linear(x: LinearFactors, y: LinearFactors) -> Tensor:
         return z.unflatten(2, (x.groups, z.shape[2] // x.groups)).transpose(1, 2).flatten(0, 1)
 
     products = torch.bmm(grouped(g_x), grouped(g_y).transpose(1, 2))
-    if a_x.shape[2]:
-        gram = torch.bmm(grouped(a_x), grouped(a_y).transpose(1, 2))
-        products = products * (gram + 1 if x.has_bias and y.has_bias else gram)
+    gram = torch.bmm(grouped(a_x), grouped(a_y).transpose(1, 2))
+    products = products * (gram + 1 if x.has_bias and y.has_bias else gram)
     return products.sum((1, 2)).view(b, x.groups).sum(1)
 
 
