@@ -8,7 +8,7 @@ export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu check format darglint bench docs clean
+.PHONY: help install demo test test-slow test-gpu test-trl check format darglint bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,13 @@ test-slow: $(STAMP) ## run the tests marked slow
 
 test-gpu: $(STAMP) ## run the tests marked gpu
 	$(BIN)/python -m pytest -m gpu
+
+# OLMo-core wants another huggingface_hub than constraints.txt has, so versions are named here.
+test-trl: ## run the tests inside TRL and OLMo-core, in an environment of their own
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install -q -e . torch==2.13.0 transformers==5.24.0 trl==1.16.0 \
+		ai2-olmo-core==3.0.0 peft==0.21.2 pytest==9.2.0
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/integrations
 
 check: $(STAMP) ## lint, formatting and docstring sections
 	$(BIN)/ruff check $(SOURCES) && $(BIN)/ruff format --check $(SOURCES)

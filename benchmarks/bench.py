@@ -47,6 +47,12 @@ PROBLEMS = [
     Problem("graddot", "gpt2", 32, 1.3),
     Problem("graddot", "llama", 32, 1.3),
     Problem("gradcos", "gpt2", 128),
+    Problem("kfac", "gpt2", 128, 1.8),
+    Problem("ekfac", "gpt2", 128, 3.0),
+    Problem("kfac", "llama", 128, 1.6),
+    Problem("ekfac", "llama", 128, 2.7),
+    Problem("kfac-streamed", "gpt2", 128, 2.8),
+    Problem("ekfac-streamed", "gpt2", 128, 4.5),
 ]
 
 

@@ -53,6 +53,10 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {
     "bare-no-weights": lambda model, work: bare(model, work, weight_gradients=False),
     "graddot": lambda model, work: ours(model, work),
     "gradcos": lambda model, work: ours(model, work, method="gradcos"),
+    "kfac": lambda model, work: ours(model, work, method="kfac"),
+    "ekfac": lambda model, work: ours(model, work, method="ekfac"),
+    "kfac-streamed": lambda model, work: ours(model, work, method="kfac", gradient_budget=0),
+    "ekfac-streamed": lambda model, work: ours(model, work, method="ekfac", gradient_budget=0),
     "graddot-projected": lambda model, work: ours(model, work, projection=64),
 }
 

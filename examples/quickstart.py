@@ -33,6 +33,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 # The attention outputs of these late blocks hold most of what a question and its fact share.
 LAYERS = [f"model.layers.{block}.self_attn.o_proj" for block in (23, 27, 29)]
 METHOD = "gradcos"
+CURVATURE = ("kfac", "ekfac")
 EPOCHS = 2
 SEED = 0
 SHOWN = 8
@@ -163,9 +164,26 @@ def fine_tune(
 
 def attribute(
     model: nn.Module, train: list[dict[str, Any]], query: list[dict[str, Any]], method: str
-) -> gradtrail.AttributionScores:
-    """Score every fact against every question, over the attention outputs in `LAYERS`."""
-    return gradtrail.attribute(model, train, query, method=method, layers=LAYERS, batch_size=16)
+) -> dict[str, gradtrail.AttributionScores]:
+    """Score every fact against every question, over the attention outputs in `LAYERS`.
+
+    Args:
+        model: The model.
+        train: The facts.
+        query: The questions.
+        method: Name of the method; a curvature method is shown beside the plain cosine.
+
+    Returns:
+        Scores by what made them, the ones to show last.
+    """
+    runs: dict[str, dict[str, Any]] = {method: {"method": method}}
+    if method in CURVATURE:
+        runs = {METHOD: {"method": METHOD}, **runs}
+        runs[f"{method}, unit gradients"] = {"method": method, "normalize": "both"}
+    return {
+        name: gradtrail.attribute(model, train, query, layers=LAYERS, batch_size=16, **options)
+        for name, options in runs.items()
+    }
 
 
 def word_overlap(facts: Sequence[dict[str, str]]) -> Tensor:
@@ -276,14 +294,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     measures = {"word overlap (tf-idf)": retrieval(word_overlap(facts))}
     with stage(f"Attributing {len(query)} questions to {len(train)} facts, untouched model"):
-        scores = attribute(model, train, query, options.method)
-    measures[f"{options.method}, untouched model"] = retrieval(scores.values)
+        found = attribute(model, train, query, options.method)
+    for name, scores in found.items():
+        measures[f"{name}, untouched model"] = retrieval(scores.values)
     if not options.no_finetune:
         with stage(f"Fine-tuning on the facts, epochs: {options.epochs}"):
             fine_tune(model, train, pad_id=tokenizer.pad_token_id, epochs=options.epochs)
         with stage("Attributing again, fine-tuned model"):
-            scores = attribute(model, train, query, options.method)
-        measures[f"{options.method}, fine-tuned model"] = retrieval(scores.values)
+            found = attribute(model, train, query, options.method)
+        for name, scores in found.items():
+            measures[f"{name}, fine-tuned model"] = retrieval(scores.values)
 
     print_table(facts, scores)
     print_measures(measures, len(facts))

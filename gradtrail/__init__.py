@@ -3,7 +3,9 @@
 from gradtrail.attribution import (
     AttributionScores,
     CheckReport,
+    EKFACAttributor,
     InnerProductAttributor,
+    KFACAttributor,
     Plan,
     attribute,
     check,
@@ -11,7 +13,12 @@ from gradtrail.attribution import (
     plan,
     self_influence,
 )
-from gradtrail.errors import CaptureError, GradTrailWarning, UnsupportedLayerError
+from gradtrail.errors import (
+    CaptureError,
+    CurvatureError,
+    GradTrailWarning,
+    UnsupportedLayerError,
+)
 from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, HookManager, example_id
 
@@ -22,9 +29,12 @@ __all__ = [
     "CaptureError",
     "CheckReport",
     "Coverage",
+    "CurvatureError",
+    "EKFACAttributor",
     "GradTrailWarning",
     "HookManager",
     "InnerProductAttributor",
+    "KFACAttributor",
     "Plan",
     "Projection",
     "UnsupportedLayerError",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "GradTrailWarning", "UnsupportedLayerError"]
+__all__ = ["CaptureError", "CurvatureError", "GradTrailWarning", "UnsupportedLayerError"]
 
 
 class CaptureError(RuntimeError):
     """A forward and backward pass from which per-example gradients cannot be told exactly."""
+
+
+class CurvatureError(RuntimeError):
+    """A curvature that cannot be accumulated, decomposed, inverted or read back."""
 
 
 class UnsupportedLayerError(NotImplementedError):

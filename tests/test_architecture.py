@@ -19,7 +19,7 @@ PACKAGE = "gradtrail"
 # Lowest level first. A room imports itself and strictly lower levels: rooms of one level are
 # siblings. docs/architecture.md shows the same list, highest first.
 LEVELS = (
-    ("errors", "options", "distributed", "progress", "reference"),
+    ("errors", "options", "machine", "distributed", "progress", "reference"),
     ("factors",),
     ("hooks", "store", "kronecker"),
     ("callbacks",),
@@ -37,7 +37,18 @@ MANY_PARAMETERS: dict[str, str] = {
     "gradtrail.attribution.api.attribute": "the one-call entry point",
     "gradtrail.attribution.api.self_influence": "the one-call entry point",
     "gradtrail.attribution.plan.plan": "takes what attribute takes",
+    "gradtrail.callbacks.trainer.GradTrailCallback.__init__": "takes what HookManager takes",
+    "gradtrail.attribution.kronecker_api.KroneckerAttributor.__init__": "takes what attribute takes",
+    "gradtrail.attribution.gauss_newton.gauss_newton_solve": "a linear system: data, loss, "
+    "right-hand sides, preconditioner, options",
     "gradtrail.hooks.manager.HookManager.__init__": "spelled out by its issue, keyword-only",
+    "gradtrail.interchange.controls.placebo_accuracy": "takes what interchange_accuracy takes",
+    "gradtrail.interchange.fit.fit_das": "spelled out by its issue, keyword-only",
+    "gradtrail.interchange.passes.interchange_accuracy": "spelled out by its issue",
+    "gradtrail.interchange.passes.interchange_logits": "spelled out by its issue",
+    "gradtrail.interchange.projection.ProjectionQuery.__init__": "direction, basis and labels of "
+    "its issue beside model, inputs and forward",
+    "gradtrail.interchange.query.InterchangeQuery.__init__": "spelled out by its issue",
 }
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

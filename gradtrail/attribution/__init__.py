@@ -3,6 +3,12 @@
 from gradtrail.attribution.api import attribute, coverage, self_influence
 from gradtrail.attribution.check import CheckReport, check
 from gradtrail.attribution.inner_product import InnerProductAttributor
+from gradtrail.attribution.kronecker import KroneckerMethod
+from gradtrail.attribution.kronecker_api import (
+    EKFACAttributor,
+    KFACAttributor,
+    KroneckerAttributor,
+)
 from gradtrail.attribution.method import METHODS, AbstractAttributor
 from gradtrail.attribution.plan import Plan, plan
 from gradtrail.attribution.scores import AttributionScores, TopK
@@ -12,7 +18,11 @@ __all__ = [
     "AbstractAttributor",
     "AttributionScores",
     "CheckReport",
+    "EKFACAttributor",
     "InnerProductAttributor",
+    "KFACAttributor",
+    "KroneckerAttributor",
+    "KroneckerMethod",
     "Plan",
     "TopK",
     "attribute",

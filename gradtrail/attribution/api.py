@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from gradtrail.attribution.checkpoints import Checkpoint, loaded, weights_of
+from gradtrail.attribution.checkpoints import Checkpoint
 from gradtrail.attribution.data import Collate, as_rows
+from gradtrail.attribution.ensembles import score_checkpoints
 from gradtrail.attribution.finite import warn_not_finite
 from gradtrail.attribution.losses import LossReduction, resolve_loss
 from gradtrail.attribution.method import AbstractAttributor, Task, make_method
+from gradtrail.attribution.query_source import as_queries, query_loss_of
 from gradtrail.attribution.scores import AttributionScores
 from gradtrail.attribution.session import Session
-from gradtrail.attribution.setup import ids_of, make_session, padding_id, recorded_options
+from gradtrail.attribution.setup import (
+    as_projection,
+    ids_of,
+    make_session,
+    padding_id,
+    recorded_options,
+)
 from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, LayerChoice, select_layers
 from gradtrail.options import check_choice, check_positive
@@ -48,7 +56,7 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     progress: bool = True,
     seed: int = 0,
     **method_options: Any,  # noqa: ANN401
-) -> AttributionScores:
+) -> AttributionScores | dict[float, AttributionScores]:
     r"""Score every training example against every query: which examples taught this?
 
     A score above 0 means that training more on the example lowers the query's loss. Scores are raw
@@ -66,8 +74,9 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     Args:
         model: The trained model.
         train: Training examples, ``n`` rows.
-        query: Queries, ``q`` rows.
-        method: ``"graddot"``, ``"gradcos"``, ``"tracin"`` or an attributor.
+        query: Queries, ``q`` rows, or a source that brings its own loss.
+        method: ``"graddot"``, ``"gradcos"``, ``"tracin"``, ``"kfac"``, ``"ekfac"`` or an
+            attributor.
         loss: ``(model, batch) -> [b]``, one summed loss an example; None infers it.
         query_loss: The queries' own loss; None means ``loss``.
         loss_reduction: How a loss that returns a scalar was reduced.
@@ -77,7 +86,8 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         query_batch_size: Queries a batch; None means ``batch_size``.
         collate_fn: Makes a batch of a list of rows.
         device: Where the model is; None asks the model.
-        checkpoints: State dicts, safetensors files or folders, or callables, to sum over.
+        checkpoints: State dicts, safetensors files or folders, or callables; ``"tracin"`` sums
+            over them, ``"kfac"`` and ``"ekfac"`` average scores of unit standard deviation.
         checkpoint_weights: One factor a checkpoint (TracIn: the learning rate); None means 1.
         granularity: ``"token"`` gives one share a position, ``[n, s, q]``.
         projection: A ``Projection``, its kind, or the side of a factored one.
@@ -86,7 +96,7 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         **method_options: Options of the method, such as ``normalize``.
 
     Returns:
-        Scores ``[n, q]``; row ``i`` is ``train[i]``.
+        Scores ``[n, q]``; row ``i`` is ``train[i]``. With ``damping_sweep`` one result a damping.
 
     References:
         Pruthi et al., 2020, eq. 1, https://arxiv.org/abs/2002.08484
@@ -98,36 +108,34 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     trained = resolve_loss(loss, loss_reduction)
     task = Task(
         train=as_rows(train, "train", collate_fn, pad),
-        query=as_rows(query, "query", collate_fn, pad),
+        query=as_queries(query, model, collate_fn, pad),
         loss=trained,
-        query_loss=trained if query_loss is None else resolve_loss(query_loss, loss_reduction),
+        query_loss=query_loss_of(query, query_loss, loss_reduction, trained),
         batch_size=batch_size,
         query_batch_size=batch_size if query_batch_size is None else query_batch_size,
         per_token=granularity == "token",
     )
     check_positive("query_batch_size", task.query_batch_size)
-    selection = select_layers(model, layers=layers, exclude=exclude)
-    session = make_session(model, selection, device, projection, seed, progress=progress)
     _check_checkpoints(name, checkpoints, checkpoint_weights, over_checkpoints=over_checkpoints)
-    if checkpoints is None:
-        values, lengths = _score(session, attributor, task)
-    else:
-        values = lengths = None
-        for point, weight in zip(
-            checkpoints, weights_of(checkpoints, checkpoint_weights), strict=True
-        ):
-            with loaded(model, point):
-                part, lengths = _score(session, attributor, task)
-            values = part * weight if values is None else values.add_(part, alpha=weight)
-    return AttributionScores(
-        values.to(dtype=torch.float32, device="cpu"),
-        ids_of(len(task.train)),
-        ids_of(len(task.query)),
-        name,
-        recorded_options(session, attributor, task, checkpoints, checkpoint_weights),
-        session.selection.coverage,
-        lengths if task.per_token else None,
+    selection = select_layers(model, layers=layers, exclude=exclude)
+    selection = attributor.choose(model, selection, as_projection(projection, seed))
+    session = make_session(model, selection, device, projection, seed, progress=progress)
+    values, lengths = score_checkpoints(
+        session,
+        attributor,
+        checkpoints,
+        checkpoint_weights,
+        lambda: _score(session, attributor, task),
     )
+    options = recorded_options(session, attributor, task, checkpoints, checkpoint_weights)
+    make = partial(
+        _result, name=name, task=task, coverage=session.selection.coverage, lengths=lengths
+    )
+    if attributor.sweep is None:
+        return make(values, options=options)
+    sets = values.unflatten(-1, (len(attributor.sweep), -1)).unbind(-2)
+    pairs = zip(attributor.sweep, sets, strict=True)
+    return {key: make(part, options={**options, "damping": key}) for key, part in pairs}
 
 
 def self_influence(  # noqa: PLR0913  # the one-call entry point
@@ -178,18 +186,18 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     check_positive("batch_size", batch_size)
     rows = as_rows(train, "train", collate_fn, padding_id(model))
     resolved = resolve_loss(loss, loss_reduction)
-    selection = select_layers(model, layers=layers, exclude=exclude)
-    session = make_session(model, selection, device, projection, seed, progress=progress)
     _check_checkpoints(name, checkpoints, checkpoint_weights, over_checkpoints=over_checkpoints)
-    points = [None] if checkpoints is None else checkpoints
-    weights = [1.0] if checkpoints is None else weights_of(checkpoints, checkpoint_weights)
-    total = torch.zeros(len(rows), dtype=torch.float64)
-    for point, weight in zip(points, weights, strict=True):
-        with nullcontext() if point is None else loaded(model, point):
-            with session.opened(rows, resolved):
-                part = attributor.self_score(session, rows, resolved, batch_size).cpu()
-                warn_not_finite(part, session, (rows, resolved))
-            total.add_(part, alpha=weight)
+    selection = select_layers(model, layers=layers, exclude=exclude)
+    selection = attributor.choose(model, selection, as_projection(projection, seed))
+    session = make_session(model, selection, device, projection, seed, progress=progress)
+
+    def score() -> tuple[Tensor, None]:
+        with session.opened(rows, resolved):
+            values = attributor.self_score(session, rows, resolved, batch_size).cpu().double()
+            warn_not_finite(values, session, (rows, resolved))
+        return values, None
+
+    total, _ = score_checkpoints(session, attributor, checkpoints, checkpoint_weights, score)
     return total.float()
 
 
@@ -199,6 +207,8 @@ def coverage(
     layers: LayerChoice = None,
     exclude: LayerChoice = None,
     include_frozen: bool = False,
+    method: str | AbstractAttributor = "graddot",
+    **method_options: Any,  # noqa: ANN401
 ) -> Coverage:
     """List every parameter: covered, left out by choice, or unsupported with the reason.
 
@@ -207,13 +217,15 @@ def coverage(
         layers: Which layers to capture, as in ``attribute``.
         exclude: Which to leave out.
         include_frozen: Whether frozen parameters count.
+        method: As in ``attribute``; K-FAC and EK-FAC leave layers out that have no curvature.
+        **method_options: As in ``attribute``.
 
     Returns:
         The coverage; ``print`` it for a table, ``.share`` is the covered share.
     """
-    return select_layers(
-        model, layers=layers, exclude=exclude, include_frozen=include_frozen
-    ).coverage
+    _, attributor, _ = make_method(method, method_options)
+    selection = select_layers(model, layers=layers, exclude=exclude, include_frozen=include_frozen)
+    return attributor.choose(model, selection, None).coverage
 
 
 def _score(
@@ -227,6 +239,27 @@ def _score(
         train, query = (task.train, task.loss), (task.query, task.query_loss)
         warn_not_finite(values, session, train, query)
     return values, lengths
+
+
+def _result(
+    values: Tensor,
+    *,
+    name: str,
+    task: Task,
+    coverage: Coverage,
+    lengths: Tensor | None,
+    options: dict[str, Any],
+) -> AttributionScores:
+    """Wrap one set of scores."""
+    return AttributionScores(
+        values.to(dtype=torch.float32, device="cpu"),
+        ids_of(len(task.train)),
+        ids_of(len(task.query)),
+        name,
+        options,
+        coverage,
+        lengths if task.per_token else None,
+    )
 
 
 def _check_checkpoints(
@@ -246,6 +279,6 @@ def _check_checkpoints(
         )
     if checkpoints is not None and not over_checkpoints:
         raise ValueError(
-            f"checkpoints must go with a method that sums over them, got method {name!r}. "
+            f"checkpoints must go with a method that takes several, got method {name!r}. "
             "Use method='tracin'."
         )

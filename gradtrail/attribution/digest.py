@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DataDigest", "model_digest"]
+from gradtrail.hooks import batch_ids, call_fields
+
+__all__ = ["DataDigest", "content_ids", "model_digest"]
 
 _SAMPLE = 1024
 
@@ -31,6 +34,20 @@ def model_digest(model: nn.Module) -> str:
         sample = flat[::stride].cpu().contiguous()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def content_ids(batch: object, size: int) -> tuple[str, ...]:
+    """Hash a batch's rows by content, padding left out.
+
+    Args:
+        batch: Tensors in a mapping, a tuple or alone.
+        size: Number of rows.
+
+    Returns:
+        One id a row.
+    """
+    fields = batch if isinstance(batch, Mapping) else call_fields((batch,), {})
+    return batch_ids(fields, size)
 
 
 class DataDigest:

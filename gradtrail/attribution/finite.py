@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradtrail.attribution.data import Rows, move_batch
 from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.query_source import SourceRows
 from gradtrail.attribution.session import Session
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import LayerGradient, tensors_of
@@ -17,6 +21,7 @@ from gradtrail.hooks import tokens_of
 __all__ = ["warn_not_finite"]
 
 _SHOWN = 5
+_Run: TypeAlias = Callable[[Callable[[str, LayerGradient], None]], Tensor]
 
 
 def warn_not_finite(
@@ -63,21 +68,43 @@ def _numbers(flags: Tensor) -> list[int]:
 
 def _cause(session: Session, rows: Rows, loss: Loss, number: int) -> str:
     """Run one example again and look at every layer."""
+    return _first_cause(_runs(session, rows, loss, number), number) or (
+        "their gradients are, but the products of these are not"
+    )
+
+
+def _runs(session: Session, rows: Rows, loss: Loss, number: int) -> Iterator[_Run]:
+    """What runs one example again, in several parts where it is a sum of them."""
+    if isinstance(rows, SourceRows):
+        for part in rows.source.batches(1):
+            if rows.source.is_summed or part.start == number:
+                yield partial(session.run_part, rows, part)
+        return
+    batch = move_batch(rows.batch([number]), session.device)
+    yield lambda sink: session.live.run(
+        lambda: loss(session.model, batch), batch=1, tokens=tokens_of(batch), sink=sink
+    )[0]
+
+
+def _first_cause(runs: Iterator[_Run], number: int) -> str | None:
+    return next((cause for cause in (_look_at(run, number) for run in runs) if cause), None)
+
+
+def _look_at(run: _Run, number: int) -> str | None:
+    """Look at every layer of one run; None where all is finite."""
     layers: list[tuple[str, list[bool]]] = []
 
     def look(name: str, gradient: LayerGradient) -> None:
         finite = [bool(torch.isfinite(tensor).all()) for tensor in tensors_of(gradient)]
         layers.append((name, finite))
 
-    batch = move_batch(rows.batch([number]), session.device)
-    losses, _ = session.live.run(
-        lambda: loss(session.model, batch), batch=1, tokens=tokens_of(batch), sink=look
-    )
+    losses = run(look)
     if not bool(torch.isfinite(losses).all()):
         inputs = [name for name, finite in reversed(layers) if not finite[0]]
         where = f"{inputs[0]} is the first layer to read" if inputs else "no layer reads"
-        return f"the loss of {number} is {float(losses[0])}, and {where} an input that is not"
+        value = float(losses[~torch.isfinite(losses)][0])
+        return f"the loss of {number} is {value}, and {where} an input that is not"
     wrong = [name for name, finite in layers if not all(finite)]
     if wrong:
         return f"from the loss of {number} down the gradient of {wrong[0]} is the first that is not"
-    return "their gradients are, but the products of these are not"
+    return None

@@ -2,26 +2,80 @@
 
 from __future__ import annotations
 
-import inspect
+import abc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradtrail.hooks import batch_length, counted_labels, model_kind
+from gradtrail.attribution.outputs import ModelOutputs, call_model, losses_of, model_outputs
+from gradtrail.hooks import batch_length, counted_labels
 from gradtrail.options import check_choice
 
-__all__ = ["Loss", "LossReduction", "call_model", "resolve_loss"]
+__all__ = ["AbstractLoss", "Loss", "LossReduction", "call_model", "outputs_of", "resolve_loss"]
 
 LossReduction: TypeAlias = Literal["sum", "mean", "token_mean"]
 _LOGGER = logging.getLogger("gradtrail")
 
 
-class Loss:
-    """A loss of one value an example, with a description of what it is."""
+class AbstractLoss(abc.ABC):
+    """What a pass over data differentiates.
+
+    Attributes:
+        several: Whether a forward gives several losses an example, for a backward each.
+        description: What it is, in words.
+    """
+
+    several: bool = False
+    description: str
+
+    @abc.abstractmethod
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
+        """Run the model on a batch of the data set's first rows.
+
+        Args:
+            model: The model.
+            batch: One batch, on the model's device.
+
+        Returns:
+            Summed loss of each example, ``[b]``, or ``[k, b]`` where ``several`` is true.
+        """
+
+    @abc.abstractmethod
+    def rounds(
+        self,
+        model: nn.Module,
+        batch: Any,  # noqa: ANN401
+        start: int,
+    ) -> Iterator[Callable[[], Tensor | tuple[Tensor, ...]]]:
+        """Give the forwards that a pass runs on one batch, each captured on its own.
+
+        What is done before one is yielded is not captured.
+
+        Args:
+            model: The model.
+            batch: One batch, on the model's device.
+            start: Number of its first row in the data set.
+
+        Returns:
+            What runs a forward and returns the losses as a call does; where ``several`` is true
+            in a tuple of ``[b]``, so that a backward of one does not pass through the others.
+        """
+
+
+class Loss(AbstractLoss):
+    """A loss of one value an example, with a description of what it is.
+
+    Attributes:
+        inferred: Whether it is a built-in loss, whose outputs are known.
+        description: What it is, in words; an inferred loss knows after its first call.
+    """
+
+    inferred: bool
+    description: str
 
     def __init__(
         self,
@@ -36,7 +90,13 @@ class Loss:
         """
         self._function = function
         self._reduction = reduction
+        self.inferred = function is None
         self.description = "inferred" if function is None else _name_of(function, reduction)
+
+    @property
+    def name(self) -> str:
+        """What the user passed: a function's name, or ``"inferred"``, before and after a call."""
+        return "inferred" if self._function is None else _name_of(self._function, self._reduction)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
         """Run the model on a batch.
@@ -50,15 +110,25 @@ class Loss:
             stands in the first entry.
         """
         if self._function is None:
-            values, description = _inferred(model, batch)
-            if self.description != description:
-                _LOGGER.info("loss inferred: %s", description)
-                self.description = description
-            return values
+            outputs = model_outputs(model, batch)
+            if self.description != outputs.description:
+                _LOGGER.info("loss inferred: %s", outputs.description)
+                self.description = outputs.description
+            return losses_of(outputs)
         value = self._function(model, batch)
         if self._reduction is None:
             return value
         return _undivided(value, self._reduction, model, batch)
+
+    def rounds(
+        self,
+        model: nn.Module,
+        batch: Any,  # noqa: ANN401
+        start: int,
+    ) -> Iterator[Callable[[], Tensor | tuple[Tensor, ...]]]:
+        """One forward, the same for any row numbers."""
+        del start
+        yield partial(self, model, batch)
 
 
 def resolve_loss(
@@ -91,121 +161,33 @@ def resolve_loss(
     return Loss(loss, reduction)
 
 
-def call_model(model: nn.Module, batch: Mapping[str, Any], *, keep_labels: bool = False) -> Any:  # noqa: ANN401
-    """Call a model with the tensor fields its ``forward`` takes.
+def outputs_of(
+    loss: Loss,
+    model: nn.Module,
+    batch: Any,  # noqa: ANN401
+    *,
+    option: str,
+) -> ModelOutputs:
+    """Run a model under a built-in loss and give its outputs.
 
     Args:
+        loss: The loss.
         model: The model.
-        batch: Fields by name; others than tensors are not passed.
-        keep_labels: Whether to pass ``labels`` on.
+        batch: One batch, on the model's device.
+        option: What asks, as the user wrote it, for the error.
 
     Returns:
-        What the model returns.
+        The outputs, with a graph, and their labels.
+
+    Raises:
+        ValueError: If the loss is the user's own, of whose outputs nothing is known.
     """
-    parameters = inspect.signature(_unwrapped(model).forward).parameters
-    names = {
-        name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    if not keep_labels:
-        tensors.pop("labels", None)
-    if names:
-        tensors = {name: value for name, value in tensors.items() if name in names}
-    return model(**tensors)
-
-
-def _inferred(model: nn.Module, batch: Any) -> tuple[Tensor, str]:  # noqa: ANN401
-    if isinstance(batch, Mapping) and "labels" in batch:
-        kind = model_kind(model)
-        output = call_model(model, batch, keep_labels=kind == "encoder-decoder")
-        return _labelled(kind, _logits(output), batch, model)
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
-        inputs, targets = batch
-        if isinstance(inputs, Mapping):
-            output = call_model(model, inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        return _paired(_logits(output), targets)
-    fields = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-    raise ValueError(
-        "loss must be given where it cannot be inferred: a batch needs 'labels' or must be an "
-        f"(inputs, targets) pair, got {fields}. Pass loss=(model, batch) -> [b]."
-    )
-
-
-def _labelled(
-    kind: str | None, logits: Tensor, batch: Mapping[str, Any], model: nn.Module
-) -> tuple[Tensor, str]:
-    labels = batch["labels"]
-    several = logits.dim() == 2 and logits.shape == labels.shape and logits.shape[1] > 1
-    problem = getattr(getattr(model, "config", None), "problem_type", "regression")
-    if logits.dim() == 2 and not (several and problem != "regression"):
-        return _paired(logits, labels)
-    if logits.dim() == 3 and logits.shape[:2] == labels.shape and kind is not None:
-        if kind == "causal":
-            labels = _shifted(labels, batch.get("attention_mask"))
-        shift = "shifted" if kind == "causal" else "unshifted"
-        return _cross_entropy(logits, labels), f"cross-entropy of tokens, {shift}, summed"
-    raise ValueError(
-        "loss must be given where it cannot be inferred: got logits "
-        f"{tuple(logits.shape)} and labels {tuple(labels.shape)} of {type(model).__name__}. "
-        "Pass loss=(model, batch) -> [b]."
-    )
-
-
-def _shifted(labels: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
-    """Move every label to the position that predicts it; padding in front predicts nothing."""
-    shifted = torch.full_like(labels, -100)
-    shifted[:, :-1] = labels[:, 1:]
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        shifted = shifted.masked_fill(mask == 0, -100)
-    return shifted
-
-
-def _paired(outputs: Tensor, targets: Tensor) -> tuple[Tensor, str]:
-    if targets.is_floating_point():
-        if outputs.shape != targets.shape:
-            outputs = outputs.squeeze(-1) if targets.dim() == outputs.dim() - 1 else outputs
-        if outputs.shape != targets.shape:
-            raise ValueError(
-                f"loss must be given for outputs {tuple(outputs.shape)} and targets "
-                f"{tuple(targets.shape)}: they have no half squared error. Pass loss."
-            )
-        errors = (_wide(outputs) - targets).square()
-        return errors.reshape(errors.shape[0], -1).sum(1) / 2, "half squared error, summed"
-    if outputs.shape[:-1] == targets.shape and outputs.dim() == 2:
-        return _cross_entropy(outputs.unsqueeze(1), targets.unsqueeze(1)), "cross-entropy"
-    if outputs.shape[:-1] == targets.shape and outputs.dim() == 3:
-        return _cross_entropy(outputs, targets), "cross-entropy of positions, summed"
-    raise ValueError(
-        f"loss must be given for outputs {tuple(outputs.shape)} and integer targets "
-        f"{tuple(targets.shape)}: they are no [b, classes] and [b]. Pass loss."
-    )
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    values = F.cross_entropy(
-        _wide(logits).flatten(0, 1), labels.flatten().long(), reduction="none", ignore_index=-100
-    )
-    return values.view(labels.shape).sum(1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _logits(output: Any) -> Tensor:  # noqa: ANN401
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    raise ValueError(
-        "loss must be given where it cannot be inferred: the model returned "
-        f"{type(output).__name__} without logits. Pass loss=(model, batch) -> [b]."
-    )
+    if not loss.inferred:
+        raise ValueError(
+            f"{option} must know the outputs that the loss compares, got a loss of your own "
+            f"({loss.description}). Leave loss out, so that it is inferred, or leave {option} out."
+        )
+    return model_outputs(model, batch)
 
 
 def _undivided(value: Tensor, reduction: LossReduction, model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
@@ -228,20 +210,6 @@ def _undivided(value: Tensor, reduction: LossReduction, model: nn.Module, batch:
             return value.new_zeros(count)  # a mean over nothing is NaN, and so is its gradient
         value = value * labels
     return F.pad(value.reshape(1), (0, count - 1))
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Look through wrappers that pass every argument on."""
-    while True:
-        inner = model._modules.get("_orig_mod") or model._modules.get("module")  # noqa: SLF001
-        if inner is None or type(model).__name__ not in (
-            "OptimizedModule",
-            "DistributedDataParallel",
-            "DataParallel",
-            "FullyShardedDataParallel",
-        ):
-            return model
-        model = inner
 
 
 def _name_of(function: Callable[..., Any], reduction: LossReduction | None) -> str:

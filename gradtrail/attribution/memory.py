@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import sys
 
 import torch
 from torch import Tensor
 
+from gradtrail.machine import free_bytes
+
 __all__ = ["free_bytes", "large_zeros", "query_budget"]
 
 _HUGE_PAGE = 2 << 20
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a device in bytes; the machine's for the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    names = os.sysconf_names
-    if "SC_AVPHYS_PAGES" not in names:
-        return 8 << 30
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def query_budget(device: torch.device) -> int:

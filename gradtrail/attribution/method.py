@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.measures import Demands, Measures
 from gradtrail.attribution.session import Session
+from gradtrail.factors import Projection
+from gradtrail.hooks import Selection
 from gradtrail.options import near_names
 
 __all__ = ["METHODS", "AbstractAttributor", "MethodEntry", "Task", "make_method"]
@@ -69,6 +72,45 @@ class AbstractAttributor(abc.ABC):
             The diagonal of ``score`` on train against train. Shape ``[n]``.
         """
 
+    def choose(
+        self, model: nn.Module, selection: Selection, projection: Projection | None
+    ) -> Selection:
+        """Leave out layers that the method has no use for.
+
+        Args:
+            model: The model.
+            selection: The layers that could be captured.
+            projection: Compression of every gradient, or None.
+
+        Returns:
+            The layers to capture.
+        """
+        del model, projection
+        return selection
+
+    def demands(self, measures: Measures, session: Session) -> Demands:
+        """Say what a run needs.
+
+        Args:
+            measures: What one batch of each side showed.
+            session: The session that measured.
+
+        Returns:
+            Memory and passes.
+        """
+        del session
+        return Demands(query_bytes=measures.query_bytes)
+
+    @property
+    def ensemble(self) -> bool:
+        """Whether scores of several checkpoints are brought to one scale and averaged."""
+        return False
+
+    @property
+    def sweep(self) -> tuple[float, ...] | None:
+        """What each of several sets of columns was scored with, or None for a single set."""
+        return None
+
     def describe_options(self) -> dict[str, Any]:
         """The method's options by name, as they go into a result."""
         return asdict(self) if is_dataclass(self) else {}
@@ -81,7 +123,7 @@ class MethodEntry:
     Attributes:
         build: The attributor class.
         preset: Options the name stands for.
-        checkpoints: Whether it sums over checkpoints.
+        checkpoints: Whether it takes several checkpoints.
     """
 
     build: Callable[..., AbstractAttributor]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from gradtrail.attribution.checkpoints import Checkpoint, weights_of
-from gradtrail.attribution.data import Collate, Rows, as_rows
+from gradtrail.attribution.data import Collate, as_rows
 from gradtrail.attribution.losses import LossReduction, resolve_loss
+from gradtrail.attribution.measures import Demands, Measures
 from gradtrail.attribution.memory import query_budget
 from gradtrail.attribution.method import AbstractAttributor, make_method
-from gradtrail.attribution.queries import query_form
-from gradtrail.attribution.session import Batch
-from gradtrail.attribution.setup import make_session, padding_id
-from gradtrail.factors import LayerGradient, Projection, dense_size, tensors_of
+from gradtrail.attribution.query_source import as_queries, head_of, query_loss_of
+from gradtrail.attribution.setup import as_projection, make_session, padding_id
+from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, LayerChoice, select_layers
 from gradtrail.options import check_choice, check_positive
 
@@ -34,12 +34,14 @@ class Plan:
         num_query: Queries.
         query_bytes: Bytes of all queries' gradients, on the device.
         layer_bytes: Bytes of the largest layer's factors of one training batch.
-        device_bytes: Both together, above the model and a batch's activations.
-        host_bytes: Bytes of the scores.
+        device_bytes: All that lies on the device above the model and a batch's activations.
+        host_bytes: Bytes of the scores, and of what rests beside them.
         disk_bytes: Bytes on disk.
         query_passes: Forward and backward passes over the queries.
         train_passes: Forward and backward passes over the training data.
         coverage: What is captured.
+        curvature_bytes: Bytes of the fitted curvature, counted above where it rests.
+        kept_bytes: Bytes of training factors kept on the device so that no pass is repeated.
     """
 
     method: str
@@ -53,6 +55,8 @@ class Plan:
     query_passes: int
     train_passes: int
     coverage: Coverage
+    curvature_bytes: int = 0
+    kept_bytes: int = 0
 
     def __str__(self) -> str:
         """The figures in words."""
@@ -63,11 +67,18 @@ class Plan:
                 "(forward and output-gradient backward)",
                 f"device: {_size(self.device_bytes)} above the model and one batch "
                 f"({_size(self.query_bytes)} of query gradients, {_size(self.layer_bytes)} for "
-                "the largest layer)",
-                f"host: {_size(self.host_bytes)} of scores; disk: {_size(self.disk_bytes)}",
+                "the largest layer" + self._curvature() + ")",
+                f"host: {_size(self.host_bytes)}, scores among it; disk: {_size(self.disk_bytes)}",
                 f"covered share of parameters: {self.coverage.share:.1%}",
             ]
         )
+
+    def _curvature(self) -> str:
+        """What a curvature adds, in words; nothing for a method without one."""
+        if not self.curvature_bytes:
+            return ""
+        kept = f", {_size(self.kept_bytes)} of kept training factors" if self.kept_bytes else ""
+        return f"{kept}, and {_size(self.curvature_bytes)} of curvature where that rests"
 
 
 def plan(  # noqa: PLR0913  # the one-call entry point
@@ -118,74 +129,57 @@ def plan(  # noqa: PLR0913  # the one-call entry point
     Returns:
         The plan.
     """
-    name, _, _ = make_method(method, method_options)
+    name, attributor, _ = make_method(method, method_options)
     check_choice("granularity", granularity, ("example", "token"))
     check_positive("batch_size", batch_size)
     points = 1 if checkpoints is None else len(weights_of(checkpoints, checkpoint_weights))
     pad = padding_id(model)
     rows = as_rows(train, "train", collate_fn, pad)
-    queries = as_rows(query, "query", collate_fn, pad)
+    queries = as_queries(query, model, collate_fn, pad)
+    trained = resolve_loss(loss, loss_reduction)
     losses = {
-        "train": resolve_loss(loss, loss_reduction),
-        "query": resolve_loss(query_loss or loss, loss_reduction),
+        "train": trained,
+        "query": query_loss_of(query, query_loss, loss_reduction, trained),
     }
     selection = select_layers(model, layers=layers, exclude=exclude)
+    selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=False)
-    meter = _Meter(len(rows), len(queries), query_budget(session.device))
+    meter = Measures(len(rows), len(queries), query_budget(session.device))
     probed = "train" if len(rows) else "query"
     with session.opened(rows if len(rows) else queries, losses[probed]):
         for side, data, size, sink in (
             ("query", queries, query_batch_size or batch_size, meter.add_query),
             ("train", rows, batch_size, meter.add_train),
         ):
-            head = Rows(range(min(size, len(data))), data.batch)
+            head = head_of(data, size)
             session.capture(head, losses[side], batch_size=size, phase="plan", sink=sink)
     shares = meter.positions if granularity == "token" else 1
+    needs = attributor.demands(meter, session)
+    values = len(rows) * len(queries) * shares * len(attributor.sweep or (None,))
+    return _planned(name, meter, needs, values, points, session.selection.coverage)
+
+
+def _planned(
+    name: str, meter: Measures, needs: Demands, values: int, points: int, coverage: Coverage
+) -> Plan:
+    """Add up what lies where."""
+    rests = {needs.curvature_on: needs.curvature_bytes}
+    held = needs.query_bytes + meter.layer_bytes + needs.kept_bytes
     return Plan(
         method=name,
-        num_train=len(rows),
-        num_query=len(queries),
-        query_bytes=meter.query_bytes,
+        num_train=meter.num_train,
+        num_query=meter.num_query,
+        query_bytes=needs.query_bytes,
         layer_bytes=meter.layer_bytes,
-        device_bytes=meter.query_bytes + meter.layer_bytes,
-        host_bytes=4 * len(rows) * len(queries) * shares,
-        disk_bytes=0,
+        device_bytes=held + rests.get("device", 0),
+        host_bytes=4 * values + rests.get("host", 0),
+        disk_bytes=needs.disk_bytes * points + rests.get("disk", 0),
         query_passes=points,
-        train_passes=points,
-        coverage=session.selection.coverage,
+        train_passes=points * needs.train_passes,
+        coverage=coverage,
+        curvature_bytes=needs.curvature_bytes,
+        kept_bytes=needs.kept_bytes,
     )
-
-
-class _Meter:
-    """Adds up what one batch of each side shows."""
-
-    def __init__(self, num_train: int, num_query: int, left: int) -> None:
-        self._num_train, self._num_query, self._left = num_train, num_query, left
-        self._held: dict[int, Tensor] = {}
-        self.query_bytes = 0
-        self.layer_bytes = 0
-        self.positions = 0
-
-    def add_query(self, place: Batch, name: str, gradient: LayerGradient) -> None:
-        """Add what all queries' gradients of a layer will take; a shared input counts once."""
-        del name
-        written, size = query_form(gradient, self._num_train, self._num_query, self._left)
-        if written:
-            self._left -= size
-            self.query_bytes += size
-            return
-        for tensor in tensors_of(gradient):
-            if id(tensor) not in self._held:
-                self._held[id(tensor)] = tensor
-                self.query_bytes += tensor.nbytes * self._num_query // place.size
-
-    def add_train(self, place: Batch, name: str, gradient: LayerGradient) -> None:
-        """Keep the largest layer: its factors and, at most, its gradients written out."""
-        del name
-        self.positions = place.tokens
-        factors = sum(tensor.nbytes for tensor in tensors_of(gradient))
-        written = 4 * dense_size(gradient) * gradient.num_examples
-        self.layer_bytes = max(self.layer_bytes, factors + written)
 
 
 def _size(count: int) -> str:

@@ -5,7 +5,9 @@ Suffixes: d gradient entry, q query.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from gradtrail.factors import (
     DenseGradient,
     JoinMemo,
     LayerGradient,
+    LinearFactors,
+    SumGradient,
     accumulation_dtype,
     concatenate,
     dense_size,
@@ -26,7 +30,9 @@ from gradtrail.factors import (
     write_dense,
 )
 
-__all__ = ["QuerySide", "query_form"]
+__all__ = ["QueryForm", "QuerySide", "compact_form", "query_form"]
+
+QueryForm: TypeAlias = Callable[[LayerGradient, int, int, int], tuple[bool, int]]
 
 
 @dataclass(eq=False)
@@ -41,7 +47,15 @@ class _Table:
 class QuerySide:
     """Collects the gradients of ``num_query`` queries while they are captured."""
 
-    def __init__(self, num_query: int, num_train: int, *, budget: int, norms: bool) -> None:
+    def __init__(
+        self,
+        num_query: int,
+        num_train: int,
+        *,
+        budget: int,
+        norms: bool,
+        form: QueryForm | None = None,
+    ) -> None:
         """Start empty.
 
         Args:
@@ -50,7 +64,9 @@ class QuerySide:
             budget: Bytes that written-out gradients may take in all; beyond it layers stay
                 factored, which is as exact.
             norms: Whether the queries' norms are wanted.
+            form: Chooses the form of each layer; None takes the one that scores cheapest.
         """
+        self._form = form or query_form
         self._num_query = num_query
         self._num_train = num_train
         self._left = budget
@@ -104,7 +120,7 @@ class QuerySide:
 
     def _open(self, name: str, gradient: LayerGradient) -> None:
         """Choose a layer's form and make room for it."""
-        written, size = query_form(gradient, self._num_train, self._num_query, self._left)
+        written, size = self._form(gradient, self._num_train, self._num_query, self._left)
         if not written:
             self._pieces[name] = []
             return
@@ -152,6 +168,30 @@ def query_form(
         return True, size
     batch = max(1, gradient.num_examples)
     return False, sum(tensor.nbytes for tensor in tensors_of(gradient)) * num_query // batch
+
+
+def compact_form(
+    gradient: LayerGradient, num_train: int, num_query: int, left: int
+) -> tuple[bool, int]:
+    """Choose the smaller form, for gradients that will be turned before they score.
+
+    Args:
+        gradient: Some queries' gradients.
+        num_train: Training examples that will meet them; without effect.
+        num_query: Queries in all.
+        left: Bytes that are left; without effect, nothing is smaller than this form.
+
+    Returns:
+        Whether they are written out, and the bytes of all.
+    """
+    del num_train, left
+    tensors = tensors_of(gradient)
+    size = dense_size(gradient) * accumulation_dtype(*(t.dtype for t in tensors)).itemsize
+    factored = sum(tensor.nbytes for tensor in tensors) // max(1, gradient.num_examples)
+    parts = gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
+    linear = all(isinstance(part, LinearFactors) for part in parts)
+    written = not linear or size < factored
+    return written, num_query * (size if written else factored)
 
 
 def _zeros(gradient: LayerGradient, rows: int) -> LayerGradient:

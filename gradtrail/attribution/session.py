@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradtrail.attribution.data import Rows, move_batch
-from gradtrail.attribution.digest import DataDigest, model_digest
-from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.digest import DataDigest, content_ids, model_digest
+from gradtrail.attribution.losses import AbstractLoss, Loss
+from gradtrail.attribution.query_source import QueryBatch, QuerySum, SourceRows
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import LayerGradient, Projection, project
-from gradtrail.hooks import LivePass, Selection, batch_ids, first_tensor, tokens_of
+from gradtrail.hooks import LivePass, Selection, first_tensor, tokens_of
 from gradtrail.progress import progress_bar
 
 __all__ = ["Batch", "Session"]
@@ -41,8 +44,11 @@ class Batch:
 
 
 _PROBED_ROWS = 4
+# passes that read the training data under another name
+_DATA_OF = {"covariances": "train", "eigenvalues": "train"}
 
 BatchSink = Callable[[Batch, str, LayerGradient], None]
+Sink = Callable[[str, LayerGradient], None]
 
 
 @dataclass(eq=False)
@@ -55,7 +61,10 @@ class Session:
         device: Where the batches go.
         projection: Compression of every layer's gradient, or None.
         progress: Whether bars are shown.
+        seed: Seed of what a method draws.
+        checkpoint: Number of the checkpoint in the model, or None.
         live: The pass that is open, or None.
+        notes: What a method wants recorded with its result, fit for JSON.
     """
 
     model: nn.Module
@@ -63,13 +72,16 @@ class Session:
     device: torch.device
     projection: Projection | None = None
     progress: bool = True
+    seed: int = 0
+    checkpoint: int | None = None
     live: LivePass | None = field(default=None, init=False)
+    notes: dict[str, Any] = field(default_factory=dict, init=False)
     _captured: int = field(default=0, init=False)
     _data: dict[str, DataDigest] = field(default_factory=dict, init=False)
 
     @contextmanager
     def opened(
-        self, rows: Rows, loss: Loss, other: tuple[Rows, Loss] | None = None
+        self, rows: Rows, loss: AbstractLoss, other: tuple[Rows, AbstractLoss] | None = None
     ) -> Iterator[None]:
         """Freeze the model for the passes made inside.
 
@@ -81,6 +93,9 @@ class Session:
         Yields:
             Nothing.
         """
+        if isinstance(rows, SourceRows):  # where layers hold the batch is read off single rows
+            plain, run = rows.source.probe()
+            rows, loss = plain, Loss(run)
         with LivePass(self.model, self.selection) as live:
             self.live = live
             if len(rows):
@@ -103,7 +118,7 @@ class Session:
     def capture(
         self,
         rows: Rows,
-        loss: Loss,
+        loss: AbstractLoss,
         *,
         batch_size: int,
         phase: str,
@@ -114,41 +129,100 @@ class Session:
 
         Args:
             rows: The data.
-            loss: One value an example.
+            loss: One value an example, or several for a backward each.
             batch_size: Rows a batch.
             phase: What the bar says.
             sink: Receives ``(batch, layer name, gradient)`` inside each backward.
-            done: Called after each batch.
+            done: Called after each backward: once a batch, or as often as the loss asks for.
         """
         self._captured += len(rows)
-        digest = self._data[phase] = DataDigest()
+        digest = self._data[_DATA_OF.get(phase, phase)] = DataDigest()
+        if isinstance(rows, SourceRows):
+            for place in self._capture_source(rows, batch_size, phase, sink):
+                if done is not None:
+                    done(place)
+            return
         with progress_bar(phase, len(rows), enabled=self.progress) as bar:
             for start, size, raw in rows.batches(batch_size):
                 values = move_batch(raw, self.device)
                 place = _place(start, size, values)
-                digest.add(_content_ids(values, size))
+                digest.add(content_ids(values, size))
 
                 def receive(name: str, gradient: LayerGradient, place: Batch = place) -> None:
                     if self.projection is not None:
                         gradient = project(name, gradient, self.projection)
                     sink(place, name, gradient)
 
-                self.live.run(
-                    lambda values=values: loss(self.model, values),
-                    batch=size,
-                    tokens=place.tokens,
-                    sink=receive,
-                )
-                if done is not None:
-                    done(place)
+                for losses in loss.rounds(self.model, values, start):
+                    self.live.run(
+                        losses,
+                        batch=size,
+                        tokens=place.tokens,
+                        sink=receive,
+                        several=loss.several,
+                        done=None if done is None else partial(done, place),
+                    )
                 bar.update(size)
+
+    def run_part(self, rows: SourceRows, batch: QueryBatch, sink: Sink) -> Tensor:
+        """Run one batch of a query source.
+
+        Args:
+            rows: The queries.
+            batch: The batch, of the source of ``rows``.
+            sink: Receives ``(layer name, gradient)`` of the batch's parts.
+
+        Returns:
+            The losses of the rows of the model's batch.
+        """
+        values = move_batch(batch.values, self.device)
+
+        def receive(name: str, gradient: LayerGradient) -> None:
+            gradient = rows.source.fold(gradient)
+            if self.projection is not None:
+                gradient = project(name, gradient, self.projection)
+            sink(name, gradient)
+
+        with rows.source.active():
+            losses, _ = self.live.run(
+                lambda: rows.source.loss(self.model, values),
+                batch=batch.num_rows,
+                tokens=batch.tokens,
+                sink=receive,
+            )
+        return losses
 
     def digests(self) -> dict[str, str]:
         """Digests of the weights and of the data of every pass, by name."""
         data = {f"{phase}_digest": digest.hexdigest() for phase, digest in self._data.items()}
         return {"model_digest": model_digest(self.model), **data}
 
-    def _run(self, rows: Rows, loss: Loss, numbers: Sequence[int]) -> Tensor:
+    def _capture_source(
+        self, rows: SourceRows, batch_size: int, phase: str, sink: BatchSink
+    ) -> Iterator[Batch]:
+        """Capture queries that bring their own batches, and tell where each batch stands."""
+        source, total = rows.source, QuerySum()
+        with progress_bar(phase, source.num_parts, enabled=self.progress) as bar:
+            for batch in source.batches(batch_size):
+                self._data[phase].add(batch.ids)
+                start, size = (0, 1) if source.is_summed else (batch.start, batch.size)
+                lengths = torch.full((size,), batch.tokens)
+                place = Batch(start, size, batch.tokens, None, lengths)
+                add = total.add if source.is_summed else partial(sink, place)
+                self.run_part(rows, batch, add)
+                if not source.is_summed:
+                    yield place
+                bar.update(batch.size)
+        if source.is_summed:
+            for name, gradient in total.layers.items():
+                sink(place, name, gradient)
+            yield place
+
+    def _run(self, rows: Rows, loss: AbstractLoss, numbers: Sequence[int]) -> Tensor:
+        if isinstance(rows, SourceRows):
+            with rows.source.active():
+                values = next(iter(rows.source.batches(1))).values
+                return rows.source.loss(self.model, move_batch(values, self.device))
         return loss(self.model, move_batch(rows.batch(numbers), self.device))
 
     def _warn_unreached(self) -> None:
@@ -162,14 +236,6 @@ class Session:
                 GradTrailWarning,
                 stacklevel=6,
             )
-
-
-def _content_ids(batch: object, size: int) -> tuple[str, ...]:
-    """Content ids of a batch's rows, padding left out."""
-    if isinstance(batch, Mapping):
-        return batch_ids(batch, size)
-    main = first_tensor(batch)
-    return batch_ids({} if main is None else {"0": main}, size)
 
 
 def _place(start: int, size: int, batch: object) -> Batch:

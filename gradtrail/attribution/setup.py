@@ -52,7 +52,7 @@ def make_session(
         raise ValueError(
             f"device must be where the model is ({place}), got {wanted}. Move the model first."
         )
-    return Session(model, selection, place, as_projection(projection, seed), progress)
+    return Session(model, selection, place, as_projection(projection, seed), progress, seed)
 
 
 def as_projection(projection: Projection | str | int | None, seed: int) -> Projection | None:
@@ -122,5 +122,6 @@ def recorded_options(
         "checkpoints": None if checkpoints is None else len(checkpoints),
         "checkpoint_weights": None if weights is None else [float(value) for value in weights],
         "dtype": str(next(session.model.parameters()).dtype).removeprefix("torch."),
+        **session.notes,
         **session.digests(),
     }

@@ -19,8 +19,8 @@ from gradtrail.factors.cost import (
     prefers_dense,
 )
 from gradtrail.factors.gram import GramMemo, cross_gram, position_gram
-from gradtrail.factors.materialize import materialize, to_dense, write_dense
-from gradtrail.factors.norms import squared_norm
+from gradtrail.factors.materialize import materialize, to_dense, widen, write_dense
+from gradtrail.factors.norms import paired_products, squared_norm
 from gradtrail.factors.projection import Projection, mask_coordinates, project
 from gradtrail.factors.types import (
     DenseGradient,
@@ -55,6 +55,7 @@ __all__ = [
     "materialize",
     "merge_uses",
     "move",
+    "paired_products",
     "position_gram",
     "positions_of",
     "prefers_dense",
@@ -63,5 +64,6 @@ __all__ = [
     "squared_norm",
     "tensors_of",
     "to_dense",
+    "widen",
     "write_dense",
 ]

@@ -93,6 +93,7 @@ def concatenate(gradients: Sequence[LayerGradient], memo: JoinMemo | None = None
         first,
         activation_bsi=memo.join([part.activation_bsi for part in gradients], positions),
         output_gradient_bso=_stack([part.output_gradient_bso for part in gradients], positions),
+        constant_bs=_join_constants(gradients, lambda parts: _stack(parts, positions)),
     )
 
 
@@ -151,10 +152,12 @@ def map_tensors(gradient: LayerGradient, function: Callable[[Tensor], Tensor]) -
             activation_bsd=function(gradient.activation_bsd),
             output_gradient_bsd=function(gradient.output_gradient_bsd),
         )
+    constant_bs = gradient.constant_bs
     return replace(
         gradient,
         activation_bsi=function(gradient.activation_bsi),
         output_gradient_bso=function(gradient.output_gradient_bso),
+        constant_bs=None if constant_bs is None else function(constant_bs),
     )
 
 
@@ -191,6 +194,7 @@ def merge_uses(gradient: LayerGradient) -> LayerGradient:
         parts[0],
         activation_bsi=torch.cat([part.activation_bsi for part in parts], 1),
         output_gradient_bso=torch.cat([part.output_gradient_bso for part in parts], 1),
+        constant_bs=_join_constants(parts, lambda constants: torch.cat(constants, 1)),
     )
 
 
@@ -215,6 +219,22 @@ def _concatenate_uses(gradients: Sequence[LayerGradient], memo: JoinMemo) -> Lay
     if any(len({type(use) for use in column}) > 1 for column in columns):
         return concatenate([to_dense(gradient) for gradient in gradients])
     return SumGradient(tuple(concatenate(column, memo) for column in columns))
+
+
+def _join_constants(
+    parts: Sequence[LinearFactors], join: Callable[[list[Tensor]], Tensor]
+) -> Tensor | None:
+    """Join what the bias belongs to; where no part says otherwise, that stays 1."""
+    if all(part.constant_bs is None for part in parts):
+        return None
+    return join(
+        [
+            part.output_gradient_bso.new_ones(part.output_gradient_bso.shape[:2])
+            if part.constant_bs is None
+            else part.constant_bs
+            for part in parts
+        ]
+    )
 
 
 def _nothing(use: LayerGradient, num_examples: int) -> LayerGradient:

@@ -183,6 +183,7 @@ def _linear_gram(
             y.output_gradient_bso[start : start + step],
             y.has_bias,
             y.groups,
+            None if y.constant_bs is None else y.constant_bs[start : start + step],
         )
         columns.append(_linear_gram_chunk(x, part, None, per_position=per_position))
     return torch.cat(columns, dim=-1)
@@ -200,11 +201,23 @@ def _linear_gram_chunk(
         products = _token_gram(g_x, g_y)
         # activations of width 0 (a bias alone) have inner products 0, and 1 with the constant
         gram = memo.token_gram(a_x, a_y) if memo and x.groups == 1 else _token_gram(a_x, a_y)
-        products.mul_(gram + 1 if bias else gram)
+        products.mul_(gram + _constants(x, y) if bias else gram)
         products = products.view(b, s, q, t).sum(3)
         products = products if per_position else products.sum(1)
         total = products if total is None else total + products
     return total
+
+
+def _constants(x: LinearFactors, y: LinearFactors) -> Tensor | int:
+    """Products of what the two biases belong to, token by token; 1 where both are 1."""
+    if x.constant_bs is None and y.constant_bs is None:
+        return 1
+    c_x, c_y = (
+        None if z.constant_bs is None else widen(z.constant_bs)[0].reshape(-1) for z in (x, y)
+    )
+    if c_x is None:
+        return c_y.unsqueeze(0)
+    return c_x.unsqueeze(1) if c_y is None else c_x.unsqueeze(1) * c_y.unsqueeze(0)
 
 
 def _group(x: LinearFactors, group: int) -> tuple[Tensor, Tensor]:
@@ -224,7 +237,10 @@ def _linear_dense_gram(x: LinearFactors, y: DenseGradient, memo: GramMemo) -> Te
     x_bd, y_qd = _one_dtype(memo.written(weight).values_bd, y.values_bd)
     products = _long_products(x_bd, y_qd[:, : y.weight_size])
     if x.has_bias and y.has_bias:
-        g_bo = widen(x.output_gradient_bso)[0].sum(1)
+        g_bso = widen(x.output_gradient_bso)[0]
+        if x.constant_bs is not None:
+            g_bso = g_bso * x.constant_bs.to(g_bso).unsqueeze(-1)
+        g_bo = g_bso.sum(1)
         products.addmm_(g_bo.to(x_bd.dtype), y_qd[:, y.weight_size :].t())
     return products
 
@@ -359,6 +375,7 @@ def _linear_dense_position_gram(x: LinearFactors, y: DenseGradient) -> Tensor:
         weight = row_d[: y.weight_size].view(x.groups, o // x.groups, width)
         share = (torch.bmm(a, weight.transpose(1, 2)) * g).sum((0, 2)).view(b, s)
         if x.has_bias and y.has_bias:
-            share = share + g_bso @ row_d[y.weight_size :]
+            bias_bs = g_bso @ row_d[y.weight_size :]
+            share = share + (bias_bs if x.constant_bs is None else bias_bs * x.constant_bs)
         columns.append(share)
     return torch.stack(columns, -1) if columns else g_bso.new_zeros(b, s, 0)

@@ -87,7 +87,7 @@ def write_dense(gradient: LayerGradient, out_bd: Tensor) -> None:
     o, i = g_bso.shape[2], a_bsi.shape[2]
     torch.bmm(g_bso.transpose(1, 2), a_bsi, out=out_bd[:, : o * i].unflatten(1, (o, i)))
     if gradient.has_bias:
-        torch.sum(g_bso, 1, out=out_bd[:, o * i :])
+        torch.sum(_times_constant(gradient, g_bso), 1, out=out_bd[:, o * i :])
 
 
 def _dense_linear(x: LinearFactors) -> DenseGradient:
@@ -106,7 +106,13 @@ def _dense_linear(x: LinearFactors) -> DenseGradient:
         weight_bd = torch.matmul(g, a).reshape(b, o * width)
     if not x.has_bias:
         return DenseGradient(weight_bd, shape)
-    return DenseGradient(torch.cat([weight_bd, g_bso.sum(1)], dim=1), shape, has_bias=True)
+    bias_bo = _times_constant(x, g_bso).sum(1)
+    return DenseGradient(torch.cat([weight_bd, bias_bo], dim=1), shape, has_bias=True)
+
+
+def _times_constant(x: LinearFactors, g_bso: Tensor) -> Tensor:
+    """Output gradients as the bias meets them."""
+    return g_bso if x.constant_bs is None else g_bso * x.constant_bs.to(g_bso).unsqueeze(-1)
 
 
 def _dense_embedding(x: EmbeddingFactors) -> DenseGradient:

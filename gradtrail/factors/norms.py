@@ -17,7 +17,7 @@ from gradtrail.factors.types import (
     SumGradient,
 )
 
-__all__ = ["squared_norm"]
+__all__ = ["paired_products", "squared_norm"]
 
 
 def squared_norm(gradient: LayerGradient, *, route: Route | None = None) -> Tensor:
@@ -42,6 +42,26 @@ def squared_norm(gradient: LayerGradient, *, route: Route | None = None) -> Tens
     return _paired(gradient, gradient, route)
 
 
+def paired_products(x: LayerGradient, y: LayerGradient) -> Tensor:
+    r"""Compute :math:`\langle G_b, H_b \rangle`, example by example.
+
+    Args:
+        x: First gradients.
+        y: Second gradients of the same parameter and as many examples.
+
+    Returns:
+        Inner products, float32 or wider. Shape ``[b]``.
+    """
+    left = x.parts if isinstance(x, SumGradient) else (x,)
+    right = y.parts if isinstance(y, SumGradient) else (y,)
+    total = None
+    for one in left:
+        for other in right:
+            term = _paired(one, other, None)
+            total = term if total is None else total + term
+    return total
+
+
 def _paired(x: LayerGradient, y: LayerGradient, route: Route | None) -> Tensor:
     """Inner product of example b of ``x`` with example b of ``y``: [b]."""
     if isinstance(x, EmbeddingFactors) and isinstance(y, EmbeddingFactors):
@@ -55,7 +75,9 @@ def _paired(x: LayerGradient, y: LayerGradient, route: Route | None) -> Tensor:
         return _paired_linear(x, y)
     x_bd = to_dense(x).values_bd
     (x_bd,) = widen(x_bd)
-    y_bd = x_bd if y is x else widen(to_dense(y).values_bd)[0]
+    if y is x:
+        return torch.linalg.vector_norm(x_bd, dim=1).square()  # no products of all entries
+    (y_bd,) = widen(to_dense(y).values_bd)
     width = min(x_bd.shape[1], y_bd.shape[1])
     return torch.linalg.vecdot(x_bd[:, :width], y_bd[:, :width])
 
@@ -73,8 +95,25 @@ def _paired_linear(x: LinearFactors, y: LinearFactors) -> Tensor:
 
     products = torch.bmm(grouped(g_x), grouped(g_y).transpose(1, 2))
     gram = torch.bmm(grouped(a_x), grouped(a_y).transpose(1, 2))
-    products = products * (gram + 1 if x.has_bias and y.has_bias else gram)
+    if x.has_bias and y.has_bias:
+        gram = gram + _constants(x, y)
+    products = products * gram
     return products.sum((1, 2)).view(b, x.groups).sum(1)
+
+
+def _constants(x: LinearFactors, y: LinearFactors) -> Tensor | int:
+    """Products of what the biases belong to, laid out as ``grouped`` inputs are."""
+    if x.constant_bs is None and y.constant_bs is None:
+        return 1
+    ones = [
+        z.output_gradient_bso.new_ones(z.output_gradient_bso.shape[:2])
+        if z.constant_bs is None
+        else z.constant_bs
+        for z in (x, y)
+    ]
+    c_x, c_y = widen(*ones)
+    products = c_x.unsqueeze(2) * c_y.unsqueeze(1)
+    return products.repeat_interleave(x.groups, 0) if x.groups > 1 else products
 
 
 def _paired_embedding(x: EmbeddingFactors, y: EmbeddingFactors) -> Tensor:

@@ -35,12 +35,15 @@ class LinearFactors:
         output_gradient_bso: Loss gradients at the output. Shape ``[b, s, o]``.
         has_bias: Whether a bias entry per output belongs to the gradient.
         groups: Number of groups that divide ``i`` and ``o``.
+        constant_bs: What stands in place of the 1 that the bias belongs to, as after a
+            preconditioner has mixed it with the inputs; None for 1. Shape ``[b, s]``.
     """
 
     activation_bsi: Tensor
     output_gradient_bso: Tensor
     has_bias: bool = False
     groups: int = 1
+    constant_bs: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that the two factors describe the same examples and positions.
@@ -57,6 +60,10 @@ class LinearFactors:
         if a.shape[2] % self.groups or g.shape[2] % self.groups:
             raise ValueError(
                 f"groups must divide i={a.shape[2]} and o={g.shape[2]}, got {self.groups}."
+            )
+        if self.constant_bs is not None and self.constant_bs.shape != a.shape[:2]:
+            raise ValueError(
+                f"constant_bs must be {tuple(a.shape[:2])}, got {tuple(self.constant_bs.shape)}."
             )
 
     @property

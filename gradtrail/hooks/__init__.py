@@ -2,11 +2,14 @@
 
 from gradtrail.hooks.batch import batch_length, first_tensor, take_rows, tokens_of
 from gradtrail.hooks.coverage import Coverage, ParameterCoverage
-from gradtrail.hooks.identity import batch_ids, example_id
+from gradtrail.hooks.fixed import marked_fixed
+from gradtrail.hooks.identity import batch_ids, call_fields, example_id
 from gradtrail.hooks.labels import counted_labels, model_kind
 from gradtrail.hooks.layers import LAYERS, AbstractLayerRule, LayerCall, LayerCase, Roles
+from gradtrail.hooks.listeners import OptimizerStep, StepCallback
 from gradtrail.hooks.live import LivePass
 from gradtrail.hooks.manager import HookManager
+from gradtrail.hooks.reduction import LossReduction, LossScale
 from gradtrail.hooks.selection import LayerChoice, Owner, Selection, Unit, select_layers
 
 __all__ = [
@@ -18,16 +21,22 @@ __all__ = [
     "LayerCase",
     "LayerChoice",
     "LivePass",
+    "LossReduction",
+    "LossScale",
+    "OptimizerStep",
     "Owner",
     "ParameterCoverage",
     "Roles",
     "Selection",
+    "StepCallback",
     "Unit",
     "batch_ids",
     "batch_length",
+    "call_fields",
     "counted_labels",
     "example_id",
     "first_tensor",
+    "marked_fixed",
     "model_kind",
     "select_layers",
     "take_rows",

@@ -88,7 +88,6 @@ class Capture:
         sink: Receives each layer's gradient as soon as it is whole.
         live: Whether outputs without a graph are given one (a pass over a fixed model).
         layouts: Known layouts by module name; others are guessed.
-        scale: What every output gradient is multiplied by, to undo a mean.
         refused: By module name, why its examples could not be told apart.
         start: Asked by every layer that a backward reaches; False: the backward is ignored.
         called: Names of the modules that were called.
@@ -103,7 +102,6 @@ class Capture:
     sink: Sink
     live: bool = False
     layouts: Mapping[str, Layout] = field(default_factory=dict)
-    scale: float | Tensor | None = None
     refused: dict[str, str] = field(default_factory=dict)
     start: Callable[[], bool] = lambda: True
     called: set[str] = field(default_factory=set)
@@ -247,8 +245,6 @@ class Capture:
             if inputs is None or gradient is None:
                 self._refuse_rows(hooked.name, tensors[0], output_gradient)
                 return
-            if self.scale is not None:
-                gradient = _scaled(gradient, self.scale)
             if layout.kind != "axis" or layout.axis:
                 derived = derived.setdefault("layout", {})
             call = LayerCall(inputs, dict(zip(use.extras, tensors[1:], strict=True)), derived)
@@ -303,9 +299,3 @@ def _alive(references: Iterable[weakref.ref[SavedInput]]) -> Iterator[SavedInput
         saved = reference()
         if saved is not None:
             yield saved
-
-
-def _scaled(gradient: Tensor, scale: float | Tensor) -> Tensor:
-    """Undo a mean, in float32 or wider: low precision would round or overflow."""
-    wide = gradient if gradient.dtype == torch.float64 else gradient.float()
-    return wide * (scale.to(gradient.device) if isinstance(scale, Tensor) else scale)

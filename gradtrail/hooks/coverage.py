@@ -52,17 +52,20 @@ class Coverage:
         """The parameters with one status."""
         return tuple(entry for entry in self.entries if entry.status == status)
 
-    def without_layers(self, reasons: dict[str, str]) -> Coverage:
-        """Mark layers found unsupported during a pass.
+    def without_layers(
+        self, reasons: dict[str, str], status: Literal["left out", "unsupported"] = "unsupported"
+    ) -> Coverage:
+        """Mark layers that turned out not to be covered.
 
         Args:
-            reasons: By layer name, why its gradients cannot be told apart.
+            reasons: By layer name, why.
+            status: What they are instead.
 
         Returns:
             A new coverage.
         """
         entries = [
-            replace(entry, status="unsupported", layer=None, reason=reasons[entry.layer])
+            replace(entry, status=status, layer=None, reason=reasons[entry.layer])
             if entry.layer in reasons
             else entry
             for entry in self.entries

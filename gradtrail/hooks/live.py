@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradtrail.errors import CaptureError, GradTrailWarning
 from gradtrail.factors import to_dense
 from gradtrail.hooks.capture import Anchor, Capture, HookedModule, Sink
+from gradtrail.hooks.fixed import hold_fixed, is_fixed
 from gradtrail.hooks.fused import fuse_elementwise
 from gradtrail.hooks.layout import Layout, Seen, compare_calls, confirm_order
 from gradtrail.hooks.outside import OutsideReads
@@ -29,14 +30,6 @@ __all__ = ["LivePass", "is_fixed"]
 _SAME = 1e-2
 _ROW = Seen((), torch.zeros(1), whole=False)
 
-# modules of models in a live pass, with how many passes are open
-_FIXED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-
-def is_fixed(module: nn.Module) -> bool:
-    """Tell whether a live pass is open over a model that this module belongs to."""
-    return module in _FIXED
-
 
 class LivePass:
     """Runs forwards and output-gradient-only backwards over a model that must not change.
@@ -46,19 +39,26 @@ class LivePass:
     error. Autograd computes output gradients only, and stops at the lowest captured layer.
     """
 
-    def __init__(self, model: nn.Module, selection: Selection) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        layouts: Mapping[str, Layout] | None = None,
+    ) -> None:
         """Prepare a pass.
 
         Args:
             model: The model.
             selection: The layers to capture.
+            layouts: What ``probe`` of an earlier pass over the model found, or None.
         """
         self.model = model
         self.selection = selection
         self.taps = Taps(selection.units)
         self.reached: set[str] = set()
-        self._layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, Layout] = dict(layouts or {})
         self._stack = ExitStack()
+        self._unwatched = ExitStack()  # takes hooks and fused operations off again
         self._opened = False
 
     def __enter__(self) -> LivePass:
@@ -68,27 +68,9 @@ class LivePass:
             The open pass.
         """
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(mode=False))
-            stack.enter_context(torch.enable_grad())
-            stack.callback(_restore_random_state, *_random_state())
-            for parameter in self.model.parameters():
-                stack.callback(parameter.requires_grad_, parameter.requires_grad)
-                parameter.requires_grad_(False)  # noqa: FBT003  # torch's own signature
-            for module in self.model.modules():
-                stack.callback(setattr, module, "training", module.training)
-                module.training = False
-                if isinstance(module, nn.RNNBase):  # cuDNN has no backward of one that evaluates
-                    stack.callback(setattr, module, "dropout", module.dropout)
-                    module.training, module.dropout = True, 0.0
-            stack.enter_context(_fixed(self.model))
-            # torch's fused attention passes over the layers, and drops padded rows
-            stack.callback(
-                torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-            )
-            torch.backends.mha.set_fastpath_enabled(False)  # noqa: FBT003  # torch's own signature
-            stack.callback(self.taps.remove)
-            self.taps.install()
-            fuse_elementwise(self.model, stack)
+            hold_fixed(self.model, stack)
+            stack.callback(self._unwatched.close)
+            self._watch()
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
@@ -102,6 +84,15 @@ class LivePass:
     ) -> None:
         """Put everything back."""
         self._stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run the model as its author wrote it: fixed, but without hooks and fused operations."""
+        self._unwatched.close()
+        try:
+            yield
+        finally:
+            self._watch()
 
     def probe(
         self,
@@ -133,7 +124,7 @@ class LivePass:
             layout = layouts[hooked.name]
             if layout is None:
                 continue
-            self._layouts[hooked.name] = layout
+            self.layouts[hooked.name] = layout
             if layout.reason is not None:
                 reasons |= {unit.name: layout.reason for unit, _ in hooked.memberships}
         if reasons and self.selection.explicit:
@@ -146,34 +137,90 @@ class LivePass:
             self._drop(reasons)
 
     def run(
-        self, losses: Callable[[], Tensor], *, batch: int, tokens: int, sink: Sink
+        self,
+        losses: Callable[[], Tensor | tuple[Tensor, ...]],
+        *,
+        batch: int,
+        tokens: int,
+        sink: Sink,
+        several: bool = False,
+        done: Callable[[], None] | None = None,
     ) -> tuple[Tensor, tuple[str, ...]]:
         """Run one forward and backward and hand each layer's gradient to the sink as it comes.
 
         Args:
-            losses: Runs the model and returns one summed loss an example. Shape ``[b]``.
+            losses: Runs the model and returns one summed loss an example, ``[b]``; with
+                ``several`` such an entry for each backward, a tuple or ``[k, b]``.
             batch: Number of examples ``b``.
             tokens: Number of positions of one example in the model's own input.
-            sink: Receives ``(layer name, gradient)``.
+            sink: Receives ``(layer name, gradient)``, for every layer once a backward.
+            several: Whether ``k`` backwards go through the one forward.
+            done: Called after each backward, or None.
 
         Returns:
             The losses, and the names of layers that no gradient reached (their gradient is 0).
 
         Raises:
-            CaptureError: If no gradient reached any layer, or a layer's rows do not fit.
+            CaptureError: If a layer's rows do not fit; also if no gradient reached any layer.
         """
+        forward = partial(self._forward, losses, batch, tokens, sink, several=several)
         first = not self.reached and not self._opened
         with _before_inputs_are_open() if first else nullcontext():
-            capture, values = self._forward(losses, batch, tokens, sink)
+            capture, rows = forward()
         if capture.reentrant and not self._opened:
             self._open_inputs()
-            capture, values = self._forward(losses, batch, tokens, sink)
+            capture, rows = forward()
         if capture.refused:
             name, reason = next(iter(capture.refused.items()))
             raise CaptureError(f"{name} must see one row an example, got otherwise: {reason}.")
+        missing = {unit.name: None for unit in self.selection.units}
+        for left, row in zip(reversed(range(len(rows))), rows, strict=True):
+            self._backward(capture, row, keep_graph=left > 0)
+            for name in capture.completed:
+                missing.pop(name, None)
+            if done is not None:
+                done()
+        values = torch.stack([row.detach() for row in rows]) if several else rows[0].detach()
+        return values, tuple(missing)
+
+    def never_reached(self) -> tuple[str, ...]:
+        """Names of the layers that no gradient of any batch reached."""
+        return tuple(u.name for u in self.selection.units if u.name not in self.reached)
+
+    def _forward(
+        self, losses: Callable[[], Any], batch: int, tokens: int, sink: Sink, *, several: bool
+    ) -> tuple[Capture, tuple[Tensor, ...]]:
+        capture = Capture(batch, tokens, sink, live=True, layouts=self.layouts)
+        with self.taps.forward(capture):
+            values = losses()
+        if several and isinstance(values, Tensor) and values.dim():
+            values = values.unbind()
+        rows = values if several and isinstance(values, tuple) else (values,)
+        for row in rows:
+            if isinstance(row, Tensor) and row.shape == (batch,):
+                continue
+            got = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__
+            raise ValueError(
+                f"loss must return one value an example, shape ({batch},), got {got}. For a "
+                'scalar pass loss_reduction="sum", "mean" or "token_mean".'
+            )
+        return capture, rows
+
+    def _backward(self, capture: Capture, values: Tensor, *, keep_graph: bool) -> None:
+        """Run one backward.
+
+        Args:
+            capture: The forward's capture.
+            values: One loss an example. Shape ``[b]``.
+            keep_graph: Whether another backward follows.
+
+        Raises:
+            CaptureError: If no gradient reached any layer.
+        """
+        capture.completed.clear()
         if values.requires_grad:
-            with self.taps.backward(capture):
-                values.sum().backward()
+            with self.taps.backward(capture, keep_graph=keep_graph):
+                values.sum().backward(retain_graph=keep_graph)
             capture.finish()
         constant_zero = not values.requires_grad and not values.any()
         if not capture.completed and not constant_zero:
@@ -185,25 +232,6 @@ class LivePass:
                 "Check the loss and the layers."
             )
         self.reached |= capture.completed
-        return values.detach(), capture.missing(self.selection.units)
-
-    def never_reached(self) -> tuple[str, ...]:
-        """Names of the layers that no gradient of any batch reached."""
-        return tuple(u.name for u in self.selection.units if u.name not in self.reached)
-
-    def _forward(
-        self, losses: Callable[[], Tensor], batch: int, tokens: int, sink: Sink
-    ) -> tuple[Capture, Tensor]:
-        capture = Capture(batch, tokens, sink, live=True, layouts=self._layouts)
-        with self.taps.forward(capture):
-            values = losses()
-        if not isinstance(values, Tensor) or values.shape != (batch,):
-            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"loss must return one value an example, shape ({batch},), got {got}. For a "
-                'scalar pass loss_reduction="sum", "mean" or "token_mean".'
-            )
-        return capture, values
 
     def _find_layouts(
         self,
@@ -305,10 +333,17 @@ class LivePass:
             GradTrailWarning,
             stacklevel=5,
         )
-        self.taps.remove()
+        self._unwatched.close()
         self.taps = Taps(units)
-        self._stack.callback(self.taps.remove)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Put hooks and fused operations on, and what opens the inputs where that is needed."""
+        self._unwatched.callback(self.taps.remove)
         self.taps.install()
+        fuse_elementwise(self.model, self._unwatched)
+        if self._opened:
+            self._open_inputs()
 
     def _open_inputs(self) -> None:
         """Make what enters the layers require grad, which reentrant checkpointing asks for."""
@@ -327,10 +362,10 @@ class LivePass:
             return opened(output) if torch.is_grad_enabled() else None
 
         root = self.model.register_forward_pre_hook(enter, with_kwargs=True)
-        self._stack.callback(root.remove)
+        self._unwatched.callback(root.remove)
         for module in self.model.modules():
             if isinstance(module, nn.Embedding):
-                self._stack.callback(module.register_forward_hook(leave).remove)
+                self._unwatched.callback(module.register_forward_hook(leave).remove)
 
 
 def _kind_of(hooked: HookedModule) -> tuple[str, type[nn.Module], tuple[torch.Size, ...]]:
@@ -345,29 +380,3 @@ def _before_inputs_are_open() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         yield
-
-
-@contextmanager
-def _fixed(model: nn.Module) -> Iterator[None]:
-    """Mark a model's modules, so that captures of training leave a live pass alone."""
-    modules = list(model.modules())
-    for module in modules:
-        _FIXED[module] = _FIXED.get(module, 0) + 1
-    try:
-        yield
-    finally:
-        for module in modules:
-            _FIXED[module] -= 1
-            if not _FIXED[module]:
-                del _FIXED[module]
-
-
-def _random_state() -> tuple[Tensor, list[Tensor]]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda
-
-
-def _restore_random_state(cpu: Tensor, cuda: list[Tensor]) -> None:
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)

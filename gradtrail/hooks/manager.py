@@ -3,63 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradtrail.errors import CaptureError, GradTrailWarning
-from gradtrail.factors import (
-    GradientBlock,
-    LayerGradient,
-    LinearFactors,
-    Projection,
-    map_tensors,
-    merge_uses,
-    project,
-    to_dense,
-)
+from gradtrail.factors import GradientBlock, LayerGradient, Projection
 from gradtrail.hooks.batch import first_tensor, tokens_of
 from gradtrail.hooks.capture import Capture, HookedModule
 from gradtrail.hooks.coverage import Coverage
 from gradtrail.hooks.identity import batch_ids, call_fields
-from gradtrail.hooks.labels import counted_labels
+from gradtrail.hooks.layout import Layout
+from gradtrail.hooks.listeners import Listeners, StepCallback
 from gradtrail.hooks.live import is_fixed
 from gradtrail.hooks.notices import reasons_of, warn_frozen, warn_mixing
 from gradtrail.hooks.outside import OutsideReads
-from gradtrail.hooks.selection import LayerChoice, select_layers
+from gradtrail.hooks.reduction import LossReduction, LossScale, Reduction
+from gradtrail.hooks.selection import LayerChoice, Selection, select_layers
+from gradtrail.hooks.step import Form, Step
 from gradtrail.hooks.taps import Backward, Taps
 from gradtrail.hooks.tensors import tensors_in
 from gradtrail.options import check_choice
 
 __all__ = ["HookManager"]
-
-StepCallback = Callable[[GradientBlock], None]
-
-
-@dataclass(eq=False)
-class _Step:
-    """One root forward on its way to its backward."""
-
-    capture: Capture
-    ids: tuple[int | str, ...]
-    layers: dict[str, LayerGradient] = field(default_factory=dict)
-    task: int = -1
-    # storages that the loop may write to before the block is read, and copies of what lies there
-    borrowed: frozenset[int] = frozenset()
-    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of the model's or the caller's own, once for all layers that read it."""
-        if tensor.untyped_storage().data_ptr() not in self.borrowed:
-            return tensor
-        if id(tensor) not in self.copies:
-            self.copies[id(tensor)] = (tensor, tensor.clone())
-        return self.copies[id(tensor)][1]
 
 
 class HookManager:
@@ -78,7 +49,8 @@ class HookManager:
         layers: LayerChoice = None,
         exclude: LayerChoice = None,
         include_frozen: bool = False,
-        loss_reduction: Literal["sum", "mean", "token_mean"] = "sum",
+        loss_reduction: LossReduction = "sum",
+        loss_scale: LossScale | None = None,
         projection: Projection | None = None,
         capture: Literal["factored", "materialized", "auto"] = "factored",
         sample_id_key: str | int | None = None,
@@ -95,30 +67,36 @@ class HookManager:
             layers: Which layers, as in ``attribute``.
             exclude: Which to leave out.
             include_frozen: Whether parameters that are not trained count.
-            loss_reduction: The loop's loss: a sum, or a mean over examples or counted labels.
+            loss_reduction: The loop's loss: a sum, a mean over examples or counted labels, or
+                ``"model"``: what the model returns as its loss, and whatever is made of it.
+            loss_scale: What the loop multiplies its loss with besides: a number, a function, None.
             projection: Compression of every layer's gradient, or None.
             capture: Factors as they are, written out, or whichever is smaller.
             sample_id_key: Forward argument (name or position) that holds the ids, or None.
             sample_hash_fields: Arguments that the content hash covers; None means all.
-            callbacks: Each is called with every block, in order.
+            callbacks: Functions that are called with every block, or listeners; in order.
         """
-        check_choice("loss_reduction", loss_reduction, ("sum", "mean", "token_mean"))
         check_choice("capture", capture, ("factored", "materialized", "auto"))
         self.model = model
         self.steps = 0
         self.last: GradientBlock | None = None
+        self.scale: float | Tensor = 1.0
+        self.divisor: float | Tensor = 1.0
+        self.weights: Tensor | None = None
+        self.divisor_spans_step = False
+        self.keeps_unscaled = False  # for a callback that takes ScaledLayers.unscaled
+        self.layouts: dict[str, Layout] = {}  # where layers hold the batch; others are guessed
         self._selection = select_layers(
             model, layers=layers, exclude=exclude, include_frozen=include_frozen
         )
-        self._reduction = loss_reduction
-        self._projection = projection
-        self._form = capture
+        self._reduction = Reduction(model, loss_reduction, loss_scale)
+        self._form = Form(projection, capture)
         self._id_key = sample_id_key
         self._hash_fields = sample_hash_fields
-        self._callbacks = tuple(callbacks)
+        self._listeners = Listeners(callbacks)
         self._taps = Taps(self._selection.units)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._open: list[_Step | None] = []
+        self._open: list[Step | None] = []
         self._reported: set[frozenset[str]] = set()
         self._refused: dict[str, str] = {}
         self._strayed = False
@@ -137,11 +115,52 @@ class HookManager:
         """Names of the captured layers, in the order of the model's modules."""
         return tuple(unit.name for unit in self._selection.units)
 
+    @property
+    def selection(self) -> Selection:
+        """The captured layers with their modules and parameters."""
+        return self._selection
+
+    @property
+    def backward(self) -> object | None:
+        """The captured backward under way, one object from its first gradient to its last."""
+        return self._taps.backward_under_way
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the loop's loss is reduced."""
+        return self._reduction.kind
+
+    @property
+    def projection(self) -> Projection | None:
+        """Compression of every layer's gradient."""
+        return self._form.projection
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer whose steps are announced, while ``collect()`` is under way."""
+        return self._listeners.optimizer
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps so far; a loop that resumes sets where it stands."""
+        return self._listeners.optimizer_steps
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        self._listeners.optimizer_steps = steps
+
+    def skip_optimizer_step(self) -> None:
+        """Say that an optimizer step did not happen, because a gradient was not finite."""
+        self._listeners.optimizer_step(skipped=True)
+
     @contextmanager
-    def collect(self) -> Iterator[HookManager]:
+    def collect(self, optimizer: Optimizer | None = None) -> Iterator[HookManager]:
         """Capture every forward with a backward made inside.
 
         Compiled code runs uncompiled inside: it would pass over the hooks.
+
+        Args:
+            optimizer: Its steps are announced to the callbacks; None: they hear of none.
 
         Yields:
             The manager.
@@ -153,8 +172,9 @@ class HookManager:
             raise RuntimeError("collect() must not be nested, got a manager that is collecting.")
 
         # plain functions: a copy of the model carries them along without copying the manager
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is self.model:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:  # noqa: ANN401
+            # without kwargs where a hook before this one has just taken it off
+            if module is self.model and self._handles:
                 self._enter(args, kwargs)
 
         def leave(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
@@ -170,6 +190,7 @@ class HookManager:
                 self.model.register_forward_pre_hook(enter, with_kwargs=True),
                 self.model.register_forward_hook(leave, always_call=True),
             ]
+            stack.enter_context(self._listeners.attached(self, optimizer))
             yield self
 
     def remove(self) -> None:
@@ -196,7 +217,8 @@ class HookManager:
             return
         fields = call_fields(args, kwargs)
         scalars = [n for n, v in fields.items() if isinstance(v, Tensor) and v.dim() == 0]
-        batch = {name: value for name, value in fields.items() if name not in scalars}
+        aside = {*scalars, str(self._id_key)}
+        batch = {name: value for name, value in fields.items() if name not in aside}
         main = first_tensor(batch)
         if main is None:
             raise CaptureError(
@@ -204,11 +226,16 @@ class HookManager:
                 f"{sorted(fields)}. Call the module that takes the batch."
             )
         size = main.shape[0]
-        capture = Capture(size, tokens_of(batch), sink=_ignore, scale=self._scale(fields, size))
+        capture = Capture(size, tokens_of(batch), sink=_ignore, layouts=self.layouts)
         lent = [*self.model.parameters(), *self.model.buffers(), *tensors_in(fields)]
         borrowed = frozenset(tensor.untyped_storage().data_ptr() for tensor in lent)
-        step = _Step(capture, self._ids(fields, size), borrowed=borrowed)
-        capture.sink = partial(self._keep, step)
+        step = Step(capture, self._form, self._ids(fields, size), borrowed=borrowed)
+        step.divisor = self._reduction.divisor(fields, size)
+        step.weights = self._reduction.weights(fields, size)
+        step.spans = self._reduction.spans_step(fields)
+        step.keeps_unscaled = self.keeps_unscaled
+        step.fields = fields if self._reduction.measures else {}
+        capture.sink = step.keep
         capture.start = partial(self._begin_backward, step)
         self._open.append(step)
         self._taps.current = capture
@@ -227,18 +254,25 @@ class HookManager:
         step.capture.end_forward()
         self._outside |= self._stop_looking()
 
-        def announce(_gradient: Tensor) -> None:
-            self._begin_backward(step)
+        points: tuple[Tensor, ...] = ()
+        if step.fields and output is not None:  # a forward that raised returns nothing
+            points, step.divisor = self._reduction.measured(output, step.fields, step.capture.batch)
+            step.fields = {}
+
+        def announce(gradient: Tensor, *, measure: bool) -> None:
+            self._begin_backward(step, gradient if measure else None)
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook on a leaf would outlive the step
-                tensor.register_hook(announce)
+                measure = any(tensor is point for point in points)
+                tensor.register_hook(partial(announce, measure=measure))
 
-    def _begin_backward(self, step: _Step) -> bool:
+    def _begin_backward(self, step: Step, outer: Tensor | None = None) -> bool:
         """At the first output (or layer) reached by a backward: arrange to notice its end.
 
         Args:
             step: The step whose graph is run through.
+            outer: Gradient at the model's own loss, where that is what was reached.
 
         Returns:
             Whether the backward is captured.
@@ -251,6 +285,9 @@ class HookManager:
             step.task = task
             step.layers.clear()
             step.copies.clear()
+            step.scale = self._reduction.scale(step.divisor, outer)
+            if outer is not None and outer.dim():  # divided outside the model: nobody knows by what
+                step.weights = None
             keep = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
             step.capture.begin(keep_graph=keep)
             backward = Backward(step.capture)
@@ -260,7 +297,7 @@ class HookManager:
             engine.queue_callback(partial(self._end_backward, step, backward))
         return True
 
-    def _end_backward(self, step: _Step, _backward: Backward) -> None:
+    def _end_backward(self, step: Step, _backward: Backward) -> None:
         """Make the block of a backward that came to its end."""
         self._taps.recompute_for(None)
         capture = step.capture
@@ -280,25 +317,17 @@ class HookManager:
                 GradTrailWarning,
                 stacklevel=2,
             )
-        layers = {name: step.layers[name] for name in self.layers if name in step.layers}
-        step.layers = {}
+        layers = step.take(self.layers)
         step.copies.clear()
         capture.completed.clear()
         self.last = GradientBlock(self.steps, step.ids, layers)
         self.steps += 1
-        for callback in self._callbacks:
-            callback(self.last)
+        self.scale = 1.0 if step.scale is None else step.scale
+        self.divisor, self.weights = step.divisor, step.weights
+        self.divisor_spans_step = step.spans
+        self._listeners.step(self.last)
 
-    def _keep(self, step: _Step, name: str, gradient: LayerGradient) -> None:
-        """Bring one layer's gradient into the form that was asked for."""
-        gradient = merge_uses(gradient)
-        if self._projection is not None:
-            gradient = project(name, gradient, self._projection)
-        if self._form == "materialized" or (self._form == "auto" and _dense_is_smaller(gradient)):
-            gradient = to_dense(gradient)
-        step.layers[name] = map_tensors(gradient, step.own)
-
-    def _drop_refused(self, step: _Step) -> None:
+    def _drop_refused(self, step: Step) -> None:
         """Leave out layers whose examples cannot be told apart; an error where they were named."""
         reasons = self._outside | {
             unit.name: step.capture.refused[hooked.name]
@@ -353,20 +382,6 @@ class HookManager:
             )
         return tuple(values)
 
-    def _scale(self, fields: dict[str, Any], size: int) -> float | Tensor | None:
-        """What undoes the loop's mean."""
-        if self._reduction == "sum":
-            return None
-        if self._reduction == "mean":
-            return float(size)
-        labels = fields.get("labels")
-        if not isinstance(labels, Tensor):
-            raise CaptureError(
-                "loss_reduction='token_mean' must find labels= in the model's call, got "
-                f"{sorted(fields)}. Pass labels, or use loss_reduction='sum'."
-            )
-        return counted_labels(self.model, labels)
-
 
 def _ignore(_name: str, _gradient: LayerGradient) -> None:
     """Stand in for a sink until the step that holds the real one exists."""
@@ -374,11 +389,3 @@ def _ignore(_name: str, _gradient: LayerGradient) -> None:
 
 def _listed(reasons: dict[str, str]) -> str:
     return "; ".join(f"{name}: {why}" for name, why in reasons.items())
-
-
-def _dense_is_smaller(gradient: LayerGradient) -> bool:
-    """Compare ``s (i + o)`` numbers of factors with ``i o`` written out."""
-    if not isinstance(gradient, LinearFactors):
-        return False
-    i, o = gradient.activation_bsi.shape[2], gradient.output_gradient_bso.shape[2]
-    return gradient.num_positions * (i + o) >= (i // gradient.groups) * o

@@ -81,10 +81,10 @@ class Taps:
             capture.end_forward()
 
     @contextmanager
-    def backward(self, capture: Capture) -> Iterator[None]:
+    def backward(self, capture: Capture, *, keep_graph: bool = False) -> Iterator[None]:
         """Report the calls that a backward makes (recomputation) to a capture."""
         outer, backward = self._running, Backward(capture)
-        capture.begin(keep_graph=False)
+        capture.begin(keep_graph=keep_graph)
         self.recompute_for(backward)
         try:
             yield
@@ -109,10 +109,15 @@ class Taps:
             self.seen = None
 
     @property
+    def backward_under_way(self) -> Backward | None:
+        """The backward whose calls are reported."""
+        return None if self._running is None else self._running()
+
+    @property
     def _active(self) -> Capture | None:
-        if self.current is not None or self._running is None:
+        if self.current is not None:
             return self.current
-        backward = self._running()
+        backward = self.backward_under_way
         return None if backward is None else backward.capture
 
     def _idle(self, hooked: HookedModule, module: nn.Module) -> bool:
@@ -242,9 +247,9 @@ class Taps:
             )
 
     def _expand_to(self, hooked: HookedModule) -> int | None:
-        """Number of examples to expand a position table's input to, in a live pass."""
+        """Number of examples to expand a position table's input to, where the capture says so."""
         capture = self._active
-        if capture is None or not capture.live:
+        if capture is None:
             return None
         layout = capture.layouts.get(hooked.name)
         return capture.batch if layout is not None and layout.kind == "expand" else None

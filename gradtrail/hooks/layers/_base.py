@@ -122,6 +122,18 @@ class AbstractLayerRule(abc.ABC):
             The cases.
         """
 
+    def kronecker_sides(self, module: nn.Module) -> tuple[int, int] | None:
+        """Give the sides ``(o, i)`` of one group of a layer that is affine in its weight.
+
+        Args:
+            module: The layer.
+
+        Returns:
+            The sides, the bias left out, or None where the gradient has no Kronecker structure.
+        """
+        del module
+        return None
+
     def refusal(self, module: nn.Module) -> str | None:
         """Say why this configuration of the layer has no rule, or None if it has one."""
         del module

@@ -45,6 +45,10 @@ class ConvRule(AbstractLayerRule):
         """Keep the input; without a batch axis its examples could not be told from channels."""
         return require_batch(module, super().keep(module, args, kwargs), _rank(module))
 
+    def kronecker_sides(self, module: _Conv) -> tuple[int, int]:
+        """Output channels of a group, and the entries of a patch."""
+        return module.out_channels // module.groups, module.weight[0].numel()
+
     def layer_gradient(
         self, module: _Conv, call: LayerCall, output_gradient: Tensor, roles: Roles
     ) -> LinearFactors:

@@ -8,6 +8,7 @@ channel, k entry of a patch, x any number of spatial axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -50,6 +51,11 @@ class ConvTransposeRule(AbstractLayerRule):
     ) -> LayerCall:
         """Keep the input; without a batch axis its examples could not be told from channels."""
         return require_batch(module, super().keep(module, args, kwargs), _rank(module))
+
+    def kronecker_sides(self, module: _ConvTranspose) -> tuple[int, int]:
+        """Output channels of a group, and the entries of a patch."""
+        cin, cout, *kernel = module.weight.shape
+        return cout, cin // module.groups * math.prod(kernel)
 
     def layer_gradient(
         self, module: _ConvTranspose, call: LayerCall, output_gradient: Tensor, roles: Roles

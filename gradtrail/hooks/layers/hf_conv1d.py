@@ -28,6 +28,11 @@ __all__ = ["HFConv1DRule"]
 class HFConv1DRule(AbstractLayerRule):
     """Rule of the transposed linear layer; its orientation comes from the class alone."""
 
+    def kronecker_sides(self, module: nn.Module) -> tuple[int, int]:
+        """The weight is stored as ``[i, o]``."""
+        i, o = module.weight.shape
+        return o, i
+
     def layer_gradient(
         self, module: nn.Module, call: LayerCall, output_gradient: Tensor, roles: Roles
     ) -> LinearFactors:

@@ -36,6 +36,11 @@ class LinearRule(AbstractLayerRule):
             return "nn.MultiheadAttention uses its weight without calling it"
         return None
 
+    def kronecker_sides(self, module: nn.Module) -> tuple[int, int]:
+        """The weight's own."""
+        o, i = module.weight.shape
+        return o, i
+
     def layer_gradient(
         self, module: nn.Module, call: LayerCall, output_gradient: Tensor, roles: Roles
     ) -> LinearFactors:

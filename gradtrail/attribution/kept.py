@@ -1,0 +1,168 @@
+"""Training factors that are kept after one pass, so that later stages need no other.
+
+Suffixes: b example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradtrail.attribution.memory import free_bytes
+from gradtrail.attribution.session import Batch
+from gradtrail.factors import LayerGradient, map_tensors, tensors_of
+
+__all__ = ["KeptFactors", "kept_budget"]
+
+_SHARE = 3
+
+_SLAB_BYTES = 64 << 20
+_ALIGNED = 16  # numbers: every tensor starts at a cache line
+
+
+def kept_budget(given: int | None, device: torch.device) -> int:
+    """Say how many bytes of training factors may be kept.
+
+    Args:
+        given: The user's budget, or None.
+        device: Where they are kept.
+
+    Returns:
+        The budget; a third of the free memory where none was given.
+    """
+    return free_bytes(device) // _SHARE if given is None else given
+
+
+class KeptFactors:
+    """Layer gradients of every training batch, as long as they fit a budget.
+
+    After the first batch the bytes of all are known well enough to decide; a later batch that
+    goes beyond the budget ends the keeping too. Then everything is let go.
+    """
+
+    def __init__(self, num_rows: int, budget: int) -> None:
+        """Start with nothing kept.
+
+        Args:
+            num_rows: Rows that will come.
+            budget: Bytes that may be kept.
+        """
+        self._num_rows = num_rows
+        self._left = budget
+        self._pieces: dict[str, list[tuple[Batch, LayerGradient]]] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slabs = _Slabs()
+        self._batch_bytes = 0
+        self._num_seen = 0
+        self.places: list[Batch] = []
+        self.active = budget > 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row's gradients are there."""
+        return self.active and self._num_seen == self._num_rows
+
+    @property
+    def left(self) -> int:
+        """Bytes of the budget that are not used."""
+        return self._left
+
+    def add(self, place: Batch, name: str, gradient: LayerGradient) -> None:
+        """Keep one layer of one batch.
+
+        Args:
+            place: The batch.
+            name: The layer.
+            gradient: Its gradients, copied: the pass's own memory is used again for the next batch.
+        """
+        if not self.active:
+            return
+        gradient = map_tensors(gradient, self._copied)
+        self._pieces.setdefault(name, []).append((place, gradient))
+
+    def close(self, place: Batch) -> None:
+        """End a batch, and give up once all batches will not fit.
+
+        Args:
+            place: The batch.
+        """
+        if not self.active:
+            return
+        self.places.append(place)
+        self._num_seen += place.size
+        self._left -= self._batch_bytes
+        # batches differ in length: the mean of those seen says what the others will take
+        to_come = self._num_rows - self._num_seen
+        expected = self._batch_bytes * to_come // place.size if len(self.places) == 1 else 0
+        if self._left < expected or self._left < 0:
+            self.drop()
+        self._seen.clear()
+        self._batch_bytes = 0
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the device and dtype of what is kept."""
+        for pieces in self._pieces.values():
+            for _, gradient in pieces:
+                for tensor in tensors_of(gradient):
+                    if tensor.is_floating_point():
+                        return tensor.new_empty(0)
+        return torch.empty(0)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor once, however many layers share it."""
+        if id(tensor) not in self._seen:
+            self._seen[id(tensor)] = (tensor, self._slabs.copy(tensor))
+            self._batch_bytes += tensor.nbytes
+        return self._seen[id(tensor)][1]
+
+    def pieces(self, name: str) -> list[tuple[Batch, LayerGradient]]:
+        """What is kept of one layer, batch by batch."""
+        return self._pieces.get(name, [])
+
+    def items(self) -> Iterator[tuple[str, list[tuple[Batch, LayerGradient]]]]:
+        """Every layer with what is kept of it, without letting go."""
+        return iter(self._pieces.items())
+
+    def take(self) -> Iterator[tuple[str, list[tuple[Batch, LayerGradient]]]]:
+        """Hand over layer by layer; what was handed over is no longer kept.
+
+        Yields:
+            The layer and its pieces.
+        """
+        self.active = False
+        self._slabs = _Slabs()
+        while self._pieces:
+            name = next(iter(self._pieces))
+            yield name, self._pieces.pop(name)
+
+    def drop(self) -> None:
+        """Let everything go."""
+        self.active = False
+        self._slabs = _Slabs()
+        self._pieces.clear()
+        self._seen.clear()
+        self.places.clear()
+
+
+class _Slabs:
+    """Memory for many tensors, asked for in large pieces: holes are left to nobody."""
+
+    def __init__(self) -> None:
+        self._slab: Tensor | None = None
+        self._used = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor."""
+        if tensor.device.type != "cpu":
+            return tensor.clone()
+        count, slab = tensor.numel(), self._slab
+        if slab is None or slab.dtype != tensor.dtype or slab.numel() - self._used < count:
+            size = max(count, _SLAB_BYTES // tensor.element_size())
+            slab = self._slab = tensor.new_empty(size)
+            self._used = 0
+        room = slab[self._used : self._used + count].view(tensor.shape)
+        self._used += -(-count // _ALIGNED) * _ALIGNED
+        return room.copy_(tensor)

@@ -1,0 +1,318 @@
+"""Leaving examples out of the batch that they are in, while it is trained on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.selection_layers import trained_layers
+from gradtrail.callbacks.selection_log import Record, averaged, record_of
+from gradtrail.callbacks.selection_losses import LossFunction
+from gradtrail.callbacks.selection_options import ScoringOptions, SelectionOptions, options_from
+from gradtrail.callbacks.selection_probe import find_layouts, refuse_uncovered, rows_of_call
+from gradtrail.callbacks.selection_removal import (
+    OwnGradients,
+    Removal,
+    check_sum,
+    remove,
+    rescale,
+)
+from gradtrail.callbacks.selection_renormalize import Renormalization
+from gradtrail.callbacks.selection_targets import TargetChoice
+from gradtrail.errors import GradTrailWarning
+from gradtrail.factors import GradientBlock, LayerGradient
+from gradtrail.hooks import HookManager, OptimizerStep, select_layers
+from gradtrail.hooks.fixed import is_fixed
+from gradtrail.hooks.step import ScaledLayers
+
+__all__ = ["DataSelectionCallback"]
+
+
+class DataSelectionCallback(AbstractStepCallback):
+    """Scores every example of a batch and takes the rejected ones out of the gradients.
+
+    An example's score is the inner product of its own gradient with a target gradient: positive
+    where a step along it lowers the target's loss. It happens inside ``backward()``: when that
+    returns, every ``.grad`` is what a backward over the kept examples alone would have left, and
+    what earlier micro-batches left there is untouched. Forward values and random state are those
+    of a run without the callback.
+
+    Attributes:
+        last_scores: Scores of the last backward's examples, on the CPU. Shape ``[b]``; with
+            ``layer_wise``, by layer name.
+        last_dropped: True where an example was rejected, in the same form.
+        last_ids: Their ids.
+        history: One record a backward.
+    """
+
+    last_scores: Tensor | dict[str, Tensor] | None
+    last_dropped: Tensor | dict[str, Tensor] | None
+    last_ids: tuple[int | str, ...]
+    history: list[Record]
+
+    def __init__(  # noqa: PLR0913  # spelled out by its issue
+        self,
+        model: nn.Module,
+        target: Literal["batch", "fixed", "validation"] = "batch",
+        target_gradient: Mapping[str, Tensor] | None = None,
+        validation_loader: Iterable[Any] | None = None,
+        validation_loss: LossFunction | None = None,
+        renormalize: bool = False,  # noqa: FBT001, FBT002
+        validation_batches_per_pass: int = 1,
+        *,
+        scoring_kwargs: Mapping[str, Any] | None = None,
+        selection_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Choose the target and who is rejected.
+
+        A trained parameter without a rule, or options that do not fit, are refused here.
+
+        Args:
+            model: The model that the manager captures.
+            target: ``"batch"`` (sum of the batch's own gradients), ``"fixed"`` or ``"validation"``.
+            target_gradient: The gradient for ``"fixed"``, by parameter name.
+            validation_loader: Batches for ``"validation"``, gone through again and again.
+            validation_loss: Their loss, ``(model, batch) -> [b]`` or its sum; None infers it.
+            renormalize: Whether a mean loss is made that of the kept examples alone.
+            validation_batches_per_pass: Batches that make the target of one forward.
+            scoring_kwargs: Fields of ``ScoringOptions``.
+            selection_kwargs: Fields of ``SelectionOptions``.
+
+        Raises:
+            TypeError: If ``renormalize`` is no bool.
+        """
+        self._scoring = options_from("scoring_kwargs", ScoringOptions, scoring_kwargs)
+        self._options = options_from("selection_kwargs", SelectionOptions, selection_kwargs)
+        if not isinstance(renormalize, bool):
+            raise TypeError(f"renormalize must be True or False, got {renormalize!r}.")
+        selection = select_layers(model)
+        refuse_uncovered(model, selection.coverage)
+        choice = TargetChoice(
+            target=target,
+            target_gradient=target_gradient,
+            validation_loader=validation_loader,
+            validation_loss=validation_loss,
+            validation_batches_per_pass=validation_batches_per_pass,
+        )
+        self._model = model
+        self._layers = trained_layers(selection.units, model)
+        self._target = choice.build(model, self._layers)
+        self._renormalize = renormalize
+        self._renormalization = Renormalization()
+        self._own = OwnGradients()
+        self._manager: HookManager | None = None
+        self._stack = ExitStack()
+        self._has_probed = self._is_checked = False
+        self._warned: set[str] = set()
+        self._unlogged: list[Record] = []
+        self.last_scores = self.last_dropped = None
+        self.last_ids = ()
+        self.history = []
+
+    def on_attach(self, manager: HookManager) -> None:
+        """Watch the model of a capture.
+
+        Args:
+            manager: The manager; it must capture every trained parameter, unprojected.
+
+        Raises:
+            RuntimeError: If the callback is attached already, or there are several processes.
+            ValueError: If the manager captures something else, or its loss is no mean to make anew.
+        """
+        if self._manager is not None:
+            raise RuntimeError("DataSelectionCallback must be attached once, got a second capture.")
+        if manager.model is not self._model:
+            raise ValueError(
+                "model must be the one that is captured, got a "
+                f"{type(self._model).__name__} beside the manager's {type(manager.model).__name__}."
+            )
+        if manager.projection is not None:
+            raise ValueError(
+                "Data selection must have whole gradients, got a projection. Capture without."
+            )
+        if self._renormalize and manager.loss_reduction == "sum":
+            raise ValueError(
+                "renormalize must go with a mean loss, got loss_reduction='sum', which divides by "
+                "nothing. Leave it out, or say how the loss is reduced."
+            )
+        processes = _num_processes()
+        if processes > 1:
+            raise RuntimeError(
+                f"Data selection must run in one process, got {processes}: their gradients are "
+                "averaged before an example could be taken out."
+            )
+        refuse_uncovered(self._model, manager.coverage)
+        self._layers = trained_layers(manager.selection.units, self._model)
+        self._manager = manager
+        manager.keeps_unscaled = True
+        with ExitStack() as stack:
+            stack.callback(self._let_go)
+            # before the manager's own hook, which starts the capture
+            handle = self._model.register_forward_pre_hook(
+                _forward_hook(self._model, self._before_forward), with_kwargs=True, prepend=True
+            )
+            stack.callback(handle.remove)
+            parameters = (p for layer in self._layers.values() for p in layer.parameters.values())
+            self._own.watch(manager, parameters)
+            self._stack = stack.pop_all()
+
+    def on_step(self, block: GradientBlock) -> None:
+        """Score the examples of a backward and take the rejected ones out.
+
+        Args:
+            block: Their gradients.
+        """
+        try:
+            self._select(block)
+        finally:
+            self._own.forget()
+
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
+        """Start counting rejections anew."""
+        del step
+        self._renormalization.restart()
+
+    def on_detach(self) -> None:
+        """Leave the model as it was."""
+        self._stack.close()
+
+    def logs(self) -> Mapping[str, float]:
+        """Give means over the backwards since the last call: kept share and score quantiles."""
+        records, self._unlogged = self._unlogged, []
+        return averaged(records)
+
+    def _let_go(self) -> None:
+        self._own.close()
+        self._manager.layouts.clear()
+        self._manager.keeps_unscaled = False
+        self._manager = None
+        self._has_probed = self._is_checked = False
+        self._renormalization.forget()
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Bring the target up to date; on the first batch, find out where layers hold it."""
+        manager = self._manager
+        if not self._has_probed:
+            run, main = rows_of_call(self._model, args, kwargs)
+            manager.layouts.update(find_layouts(self._model, manager.selection, run, main))
+            self._has_probed = True
+        self._target.prepare(manager.selection, manager.layouts)
+
+    def _select(self, block: GradientBlock) -> None:
+        refuse_uncovered(self._model, self._manager.coverage)
+        scale, layers = float(self._manager.scale), block.layers
+        if isinstance(layers, ScaledLayers):
+            layers = layers.unscaled
+        if self._renormalize:
+            self._renormalization.begin(self._manager)
+        found = [self._score(name, gradient, scale) for name, gradient in layers.items()]
+        table = torch.stack([values.to(found[0].device) for values in found]).cpu().double()
+        scores, total = dict(zip(layers, table, strict=True)), table.sum(0)
+        dropped = {name: torch.zeros_like(total, dtype=torch.bool) for name in self._layers}
+        if scale and bool(torch.isfinite(total).all()):
+            self._check(layers)
+            dropped = self._reject(scores, total)
+            self._remove(layers, dropped)
+        elif scale:
+            self._warn(
+                "finite",
+                "A score is not finite, so nothing is taken out of such a batch: its gradients "
+                "stay as the backward left them.",
+            )
+        self._remember(block, scores, total, dropped)
+
+    def _score(self, name: str, gradient: LayerGradient, scale: float) -> Tensor:
+        """Scores of one layer: [b]."""
+        layer = self._layers[name]
+        own = {role: _own_part(p, self._own.of(p)) for role, p in layer.parameters.items()}
+        ghost = self._scoring.score_mode == "ghost"
+        return self._target.scores(layer, gradient, own, scale, ghost=ghost)
+
+    def _check(self, layers: Mapping[str, LayerGradient]) -> None:
+        """Make sure once that what will be taken out is what is in the gradients."""
+        if not self._is_checked:
+            for name, gradient in layers.items():
+                check_sum(self._layers[name], gradient, self._own)
+            self._is_checked = True
+
+    def _reject(self, scores: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+        """By layer, which examples are rejected."""
+        options = self._options
+        if options.threshold_mode != "hard" and not options.count(len(total)):
+            self._warn(
+                "count",
+                f"threshold={options.threshold} of a batch of {len(total)} comes to no example, so "
+                "none is rejected. Take larger batches or a larger share.",
+            )
+        if options.layer_wise:
+            nothing = torch.zeros_like(total, dtype=torch.bool)
+            rejected = {name: options.rejected(values) for name, values in scores.items()}
+            return {name: rejected.get(name, nothing) for name in self._layers}
+        return dict.fromkeys(self._layers, options.rejected(total))
+
+    def _remove(self, layers: Mapping[str, LayerGradient], dropped: Mapping[str, Tensor]) -> None:
+        """Take the rejected examples out of every layer's gradient."""
+        for name, layer in self._layers.items():
+            gradient = layers.get(name)
+            mask, factor, carry = dropped[name], 1.0, 1.0
+            if self._renormalize:
+                factor, carry = self._renormalization.factors(name, mask)
+            if gradient is None:
+                rescale(layer, carry)
+                continue
+            device = next(iter(layer.parameters.values())).device
+            rows = (part.nonzero().flatten().to(device) for part in (mask, ~mask))
+            removal = Removal(*rows, factor=factor, carry=carry)
+            if not removal.changes_nothing:
+                remove(layer, gradient, removal, self._own)
+
+    def _remember(
+        self,
+        block: GradientBlock,
+        scores: dict[str, Tensor],
+        total: Tensor,
+        dropped: dict[str, Tensor],
+    ) -> None:
+        layer_wise = self._options.layer_wise
+        masks = [dropped[name] for name in scores]  # of the layers that a gradient reached
+        self.last_ids = block.ids
+        self.last_scores = scores if layer_wise else total
+        self.last_dropped = dict(zip(scores, masks, strict=True)) if layer_wise else masks[0]
+        record = record_of(block.step, total, masks if layer_wise else masks[:1])
+        self.history.append(record)
+        self._unlogged.append(record)
+
+    def _warn(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(message, GradTrailWarning, stacklevel=2)
+
+
+def _forward_hook(
+    model: nn.Module, before: Callable[[tuple[Any, ...], dict[str, Any]], None]
+) -> Callable[..., None]:
+    """A pre-hook that acts on the model's own forwards with a graph."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is model and torch.is_grad_enabled() and not is_fixed(module):
+            before(args, kwargs)
+
+    return enter
+
+
+def _num_processes() -> int:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
+
+
+def _own_part(parameter: nn.Parameter, noted: Tensor | None) -> Tensor:
+    """What the last backward brought to a parameter."""
+    if noted is not None:
+        return noted
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,247 @@
+"""Taking rejected examples out of the parameters' gradients, exactly.
+
+A parameter's ``.grad`` after a backward is ``g0 + h``: what lay there before, and this backward's
+own part ``h``, the sum of what its examples contributed: their own gradients, divided as the loop
+divides its loss. Rejected examples leave ``h``; what earlier backwards left behind stays.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradtrail.callbacks.selection_layers import Contribution, TrainedLayer
+from gradtrail.errors import CaptureError
+from gradtrail.factors import DenseGradient, LayerGradient, SumGradient, tensors_of
+from gradtrail.hooks import HookManager
+
+__all__ = ["OwnGradients", "Removal", "check_sum", "remove", "rescale"]
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LOW_PRECISION = 5e-2
+_CANCELLED = 1e-2
+
+
+class OwnGradients:
+    """Tells what the backward under way has added to each parameter's ``.grad``.
+
+    Autograd hands a parameter's gradient on before it adds it to what is there, so nothing is
+    subtracted and nothing changes. Only a reference is kept, and only where there is something.
+    """
+
+    def __init__(self) -> None:
+        """Start without parameters."""
+        self._manager: HookManager | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._backward: Callable[[], object | None] = lambda: None
+        self._fresh: set[int] = set()
+        self._noted: dict[int, Tensor] = {}
+
+    def watch(self, manager: HookManager, parameters: Iterable[nn.Parameter]) -> None:
+        """Take note of what the captured backwards bring to some parameters.
+
+        Args:
+            manager: What captures.
+            parameters: The trained parameters.
+        """
+        self._manager = manager
+        for parameter in parameters:
+            self._handles.append(parameter.register_hook(self._hook(parameter)))
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Give the last backward's own part of a gradient.
+
+        Args:
+            parameter: A watched parameter.
+
+        Returns:
+            The part, not to be changed; None where all of ``.grad`` is.
+        """
+        return None if id(parameter) in self._fresh else self._noted.get(id(parameter))
+
+    def forget(self) -> None:
+        """Let go of the last backward's parts."""
+        self._fresh.clear()
+        self._noted.clear()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._manager = None
+        self.forget()
+
+    def _begin(self, backward: object) -> None:
+        """Forget what an earlier backward brought, which may not have come to its end."""
+        if self._backward() is not backward:
+            self.forget()
+            self._backward = weakref.ref(backward)
+
+    def _hook(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        key, reference = id(parameter), weakref.ref(parameter)  # no cycle through the parameter
+
+        def note(gradient: Tensor) -> None:
+            backward = self._manager.backward
+            if backward is None:  # not a captured one
+                return
+            self._begin(backward)
+            if key in self._fresh:
+                return
+            if reference().grad is None:
+                self._fresh.add(key)
+            elif key in self._noted:  # checkpointed parts that share it bring theirs one by one
+                self._noted[key] = self._noted[key] + gradient
+            else:
+                self._noted[key] = gradient.detach()
+
+        return note
+
+
+@dataclass(frozen=True, eq=False)
+class Removal:
+    """What is to become of one layer's gradient: ``g0 + h`` becomes ``q g0 + f (h - rejected)``.
+
+    Attributes:
+        rejected_k: Numbers of the rejected examples. Shape ``[k]``.
+        kept_k: Numbers of the others. Shape ``[b - k]``.
+        factor: What the kept examples' part is multiplied with: ``f``.
+        carry: What earlier backwards' part is multiplied with: ``q``.
+    """
+
+    rejected_k: Tensor
+    kept_k: Tensor
+    factor: float = 1.0
+    carry: float = 1.0
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every example is kept and nothing is rescaled."""
+        return not len(self.rejected_k) and self.factor == 1.0 and self.carry == 1.0
+
+
+def remove(
+    layer: TrainedLayer, gradient: LayerGradient, removal: Removal, own: OwnGradients
+) -> None:
+    """Correct the ``.grad`` of a layer's parameters in place.
+
+    The rejected examples' part is subtracted, or the kept ones' built anew, whichever has fewer
+    rows: with none kept the part is exactly zero. Sums are formed in float32 or wider.
+
+    Args:
+        layer: The layer.
+        gradient: Its per-example gradients, as the backward brought them.
+        removal: What to do.
+        own: What the backward added to each parameter.
+    """
+    rebuild = len(removal.kept_k) < len(removal.rejected_k)
+    rows = removal.kept_k if rebuild else removal.rejected_k
+    terms = layer.total(gradient, rows) if len(rows) else {}
+    weight = removal.factor if rebuild else -removal.factor
+    for role, parameter in layer.parameters.items():
+        grad = parameter.grad
+        wide = grad if grad.dtype in _TOLERANCE else grad.float()
+        _rescale(wide, own.of(parameter), 0.0 if rebuild else removal.factor, removal.carry)
+        for term in terms.get(role, ()):
+            _add(wide, term, weight)
+        if wide is not grad:
+            grad.copy_(wide)
+
+
+def rescale(layer: TrainedLayer, carry: float) -> None:
+    """Multiply what earlier backwards left at a layer that this one did not reach."""
+    for parameter in layer.parameters.values():
+        if parameter.grad is not None and carry != 1:
+            parameter.grad.mul_(carry)
+
+
+def check_sum(layer: TrainedLayer, gradient: LayerGradient, own: OwnGradients) -> None:
+    """Check that a backward's part of ``.grad`` is the sum of its examples' contributions.
+
+    Args:
+        layer: A layer.
+        gradient: Its per-example gradients, as the backward brought them.
+        own: What the backward added to each parameter.
+
+    Raises:
+        CaptureError: If it is not.
+    """
+    terms = layer.total(gradient, None)
+    for role, parameter in layer.parameters.items():
+        name = layer.names[role]
+        if parameter.grad is None:
+            raise CaptureError(
+                f"{name} must hold its gradient when the backward is over, got grad=None. Step the "
+                "optimizer after the backward, not inside it."
+            )
+        noted = own.of(parameter)
+        part = _plain(parameter.grad if noted is None else noted)
+        total = torch.zeros_like(part)
+        for term in terms[role]:
+            _add(total, term, 1.0)
+        error, size = float((total - part).norm()), float(part.norm())
+        tolerance = _TOLERANCE.get(_lowest(gradient, parameter), _LOW_PRECISION)
+        # some gradients are sums that cancel (a key's bias): what is left of them is rounding
+        if error > tolerance * (size + _CANCELLED * _bound(gradient)):
+            raise CaptureError(
+                f"The gradient of {name} must be the sum of its examples' gradients, got norm "
+                f"{size:.4g} beside a sum of norm {float(total.norm()):.4g}, {error:.4g} apart. "
+                "Penalties, and hooks that change gradients, belong to no example: leave them out."
+            )
+
+
+def _rescale(wide: Tensor, noted: Tensor | None, factor: float, carry: float) -> None:
+    """Multiply the backward's own part with one factor and what was there before with another."""
+    if noted is None:
+        if factor == 0:
+            wide.zero_()  # also where a value is not finite
+        elif factor != 1:
+            wide.mul_(factor)
+        return
+    if carry != 1:
+        wide.mul_(carry)
+    if factor != carry:
+        wide.add_(noted.to(wide.dtype), alpha=factor - carry)
+
+
+def _add(wide: Tensor, term: Contribution, weight: float) -> None:
+    """Add a contribution, times a weight, in place."""
+    if isinstance(term, Tensor):
+        wide.add_(term.to(wide.dtype), alpha=weight)
+        return
+    values_no = term.values_no.to(wide.dtype)
+    if wide.is_sparse:
+        index = term.index_n.unsqueeze(0)
+        part = torch.sparse_coo_tensor(index, values_no, wide.shape, check_invariants=False)
+        wide.add_(part, alpha=weight)
+    else:
+        wide.index_add_(0, term.index_n, values_no, alpha=weight)
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    return dense if dense.dtype in _TOLERANCE else dense.float()
+
+
+def _lowest(gradient: LayerGradient, parameter: nn.Parameter) -> torch.dtype:
+    """The least exact dtype that took part."""
+    dtypes = [tensor.dtype for tensor in tensors_of(gradient) if tensor.is_floating_point()]
+    return max([parameter.dtype, *dtypes], key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _bound(gradient: LayerGradient) -> float:
+    """A size that the layer's summed gradient cannot exceed, but comes near to."""
+    bound = 0.0
+    for part in gradient.parts if isinstance(gradient, SumGradient) else (gradient,):
+        if isinstance(part, DenseGradient):
+            bound += float(part.values_bd.double().norm())
+            continue
+        *inputs, slopes = (tensor.double() for tensor in tensors_of(part))
+        tokens = slopes.shape[0] * slopes.shape[1]
+        floating = [value.norm() for value in inputs if value.is_floating_point()]
+        bound += float(slopes.norm() * max([*map(float, floating), tokens**0.5]))
+    return bound

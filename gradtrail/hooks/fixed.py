@@ -1,0 +1,73 @@
+"""Holding a model fixed: parameters frozen, dropout off, all of it put back afterwards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["hold_fixed", "is_fixed", "marked_fixed"]
+
+# modules of models that are held fixed, with how often
+_FIXED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def is_fixed(module: nn.Module) -> bool:
+    """Tell whether a live pass is open over a model that this module belongs to."""
+    return module in _FIXED
+
+
+def hold_fixed(model: nn.Module, stack: ExitStack) -> None:
+    """Freeze a model, let it evaluate and record graphs until a stack unwinds.
+
+    Args:
+        model: The model.
+        stack: Takes the way back: flags, modes and global random state.
+    """
+    stack.enter_context(torch.inference_mode(mode=False))
+    stack.enter_context(torch.enable_grad())
+    stack.callback(_restore_random_state, *_random_state())
+    for parameter in model.parameters():
+        stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        parameter.requires_grad_(False)  # noqa: FBT003  # torch's own signature
+    for module in model.modules():
+        stack.callback(setattr, module, "training", module.training)
+        module.training = False
+        if isinstance(module, nn.RNNBase):  # cuDNN has no backward of one that evaluates
+            stack.callback(setattr, module, "dropout", module.dropout)
+            module.training, module.dropout = True, 0.0
+    stack.enter_context(marked_fixed(model))
+    # torch's fused attention passes over the layers, and drops padded rows
+    stack.callback(
+        torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+    )
+    torch.backends.mha.set_fastpath_enabled(False)  # noqa: FBT003  # torch's own signature
+
+
+@contextmanager
+def marked_fixed(model: nn.Module) -> Iterator[None]:
+    """Mark a model's modules, so that captures of training leave a live pass alone."""
+    modules = list(model.modules())
+    for module in modules:
+        _FIXED[module] = _FIXED.get(module, 0) + 1
+    try:
+        yield
+    finally:
+        for module in modules:
+            _FIXED[module] -= 1
+            if not _FIXED[module]:
+                del _FIXED[module]
+
+
+def _random_state() -> tuple[Tensor, list[Tensor]]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda
+
+
+def _restore_random_state(cpu: Tensor, cuda: list[Tensor]) -> None:
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,43 @@
+"""Curvature from per-example gradients: covariances, eigenbases, damping, the persisted fit."""
+
+from gradtrail.kronecker.covariance import CovarianceAccumulator, KroneckerFactors
+from gradtrail.kronecker.curvature import (
+    AbstractCurvature,
+    DenseCurvature,
+    DiagonalCurvature,
+    EKFACCurvature,
+    KFACCurvature,
+    Spectrum,
+)
+from gradtrail.kronecker.damping import Damping
+from gradtrail.kronecker.fit import KroneckerFit, LayerRecord, Tensors
+from gradtrail.kronecker.fit_file import FIT_FILE, load_fit, save_fit, signature
+from gradtrail.kronecker.matrices import Scratch, to_matrices
+from gradtrail.kronecker.moments import CorrectedMoments, DenseMoments, DiagonalMoments
+from gradtrail.kronecker.report import FitReport, LayerReport
+
+__all__ = [
+    "FIT_FILE",
+    "AbstractCurvature",
+    "CorrectedMoments",
+    "CovarianceAccumulator",
+    "Damping",
+    "DenseCurvature",
+    "DenseMoments",
+    "DiagonalCurvature",
+    "DiagonalMoments",
+    "EKFACCurvature",
+    "FitReport",
+    "KFACCurvature",
+    "KroneckerFactors",
+    "KroneckerFit",
+    "LayerRecord",
+    "LayerReport",
+    "Scratch",
+    "Spectrum",
+    "Tensors",
+    "load_fit",
+    "save_fit",
+    "signature",
+    "to_matrices",
+]

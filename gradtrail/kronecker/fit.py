@@ -1,0 +1,227 @@
+"""A fitted curvature: what each layer holds, where its tensors rest, and what it looks like.
+
+A fit is free of damping: one fit serves any.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtrail.errors import GradTrailWarning
+from gradtrail.kronecker.covariance import KroneckerFactors
+from gradtrail.kronecker.curvature import (
+    AbstractCurvature,
+    DenseCurvature,
+    DiagonalCurvature,
+    EKFACCurvature,
+    KFACCurvature,
+)
+from gradtrail.kronecker.damping import Damping
+from gradtrail.kronecker.report import FitReport, LayerReport, report_layer
+from gradtrail.kronecker.symmetric import check_finite, decompose
+from gradtrail.progress import progress_bar
+
+__all__ = ["KroneckerFit", "LayerRecord", "Tensors"]
+
+Kind: TypeAlias = Literal["kfac", "ekfac", "dense", "diagonal"]
+
+_SHOWN = 5
+
+
+class Tensors(Protocol):
+    """Where a fit's tensors rest, such as a ``TensorCache``."""
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor."""
+
+    def get(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        """Bring a tensor to a device."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What is held of one layer.
+
+    Attributes:
+        kind: Which curvature.
+        keys: Names of its tensors by role; layers that read one input share a name.
+        num_positions: Positions with a gradient that were counted, 0 where none are.
+    """
+
+    kind: Kind
+    keys: Mapping[str, str]
+    num_positions: int = 0
+
+
+@dataclass(eq=False)
+class KroneckerFit:
+    """Curvature of many layers.
+
+    Attributes:
+        method: ``"kfac"`` or ``"ekfac"``.
+        tensors: Where the tensors rest.
+        device: Where layers are brought to be used.
+        num_examples: Examples the fit is a mean over.
+        definition: What defines the fit, by field.
+        records: What is held, by layer.
+    """
+
+    method: Literal["kfac", "ekfac"]
+    tensors: Tensors
+    device: torch.device
+    num_examples: int
+    definition: dict[str, str] = field(default_factory=dict)
+    records: dict[str, LayerRecord] = field(default_factory=dict)
+
+    def curvature(self, name: str) -> AbstractCurvature:
+        """Bring one layer's curvature to the device.
+
+        Args:
+            name: The layer.
+
+        Returns:
+            Its curvature.
+        """
+        record = self.records[name]
+        held = {role: self.tensors.get(key, self.device) for role, key in record.keys.items()}
+        if record.kind == "kfac":
+            return KFACCurvature(name, held["activation_cov"], held["gradient_cov"])
+        if record.kind == "ekfac":
+            return EKFACCurvature(
+                name, held["activation_basis"], held["gradient_basis"], held["eigenvalues"]
+            )
+        if record.kind == "dense":
+            return DenseCurvature(name, held["fisher"])
+        return DiagonalCurvature(name, held["squares"])
+
+    def add_covariances(self, found: dict[str, KroneckerFactors]) -> None:
+        """Take K-FAC's covariances over, layer by layer.
+
+        Args:
+            found: By layer; emptied.
+        """
+        for name in list(found):
+            factors = found.pop(name)
+            keys = {
+                "activation_cov": f"{factors.input_of}:activation_cov",
+                "gradient_cov": f"{name}:gradient_cov",
+            }
+            if factors.input_of == name:
+                check_finite(factors.activation_cov_gii, name, "covariance A")
+                self.tensors.put(keys["activation_cov"], factors.activation_cov_gii)
+            check_finite(factors.gradient_cov_goo, name, "covariance S")
+            self.tensors.put(keys["gradient_cov"], factors.gradient_cov_goo)
+            self.records[name] = LayerRecord("kfac", keys, factors.num_positions)
+
+    def add_bases(self, found: dict[str, KroneckerFactors], *, progress: bool) -> None:
+        """Decompose covariances, the largest first, and let go of each once it is done.
+
+        Args:
+            found: By layer; emptied.
+            progress: Whether a bar is shown.
+        """
+        jobs: list[tuple[str, str, Tensor]] = []
+        for name in list(found):
+            factors = found.pop(name)
+            if factors.input_of == name:
+                jobs.append((name, "activation", factors.activation_cov_gii))
+            jobs.append((name, "gradient", factors.gradient_cov_goo))
+            keys = {
+                "activation_basis": f"{factors.input_of}:activation_basis",
+                "gradient_basis": f"{name}:gradient_basis",
+            }
+            self.records[name] = LayerRecord("ekfac", keys, factors.num_positions)
+        jobs.sort(key=lambda job: job[2].shape[-1])
+        with progress_bar("eigendecomposition", len(jobs), enabled=progress) as bar:
+            while jobs:
+                name, side, cov_gkk = jobs.pop()
+                what = f"covariance {'A' if side == 'activation' else 'S'}"
+                self.tensors.put(f"{name}:{side}_basis", decompose(cov_gkk, name, what)[1])
+                bar.update(1)
+
+    def bases(self, name: str) -> EKFACCurvature:
+        """Bring one layer's eigenbases to the device, with eigenvalues that are still zero."""
+        keys = self.records[name].keys
+        input_gjj = self.tensors.get(keys["activation_basis"], self.device)
+        output_goo = self.tensors.get(keys["gradient_basis"], self.device)
+        shape = (output_goo.shape[0], output_goo.shape[1], input_gjj.shape[1])
+        zeros = input_gjj.new_zeros(()).expand(shape)
+        return EKFACCurvature(name, input_gjj, output_goo, zeros)
+
+    def add_eigenvalues(self, name: str, eigenvalues_goj: Tensor) -> None:
+        """Complete a layer with its corrected eigenvalues, a mean over examples."""
+        check_finite(eigenvalues_goj, name, "corrected eigenvalues")
+        record = self.records[name]
+        key = f"{name}:eigenvalues"
+        self.tensors.put(key, eigenvalues_goj)
+        keys = {**record.keys, "eigenvalues": key}
+        self.records[name] = LayerRecord(record.kind, keys, record.num_positions)
+
+    def add_direct(self, name: str, kind: Literal["dense", "diagonal"], moments: Tensor) -> None:
+        """Take a dense Fisher or a diagonal, a mean over examples."""
+        check_finite(moments, name, "dense Fisher" if kind == "dense" else "diagonal")
+        role = "fisher" if kind == "dense" else "squares"
+        self.tensors.put(f"{name}:{role}", moments)
+        self.records[name] = LayerRecord(kind, {role: f"{name}:{role}"})
+
+    def groups(self, name: str) -> int:
+        """Groups of a layer with Kronecker structure, 0 of another."""
+        record = self.records[name]
+        role = {"kfac": "gradient_cov", "ekfac": "gradient_basis"}.get(record.kind)
+        return 0 if role is None else self.tensors.get(record.keys[role]).shape[0]
+
+    def warn_flat(self, damping: Damping) -> None:
+        """Say which layers are dead, and which the data do not determine without damping.
+
+        Args:
+            damping: The damping that will be used.
+        """
+        dead, short = [], []
+        for name in self.records:
+            curvature = self.curvature(name)
+            if min(curvature.mean_eigenvalues(), default=0.0) <= 0:
+                dead.append(name)
+            elif damping.strength == 0 and any(part.unseen for part in curvature.spectra()):
+                short.append(name)
+        for names, what in (
+            (dead, "have no gradient anywhere in the training data and score 0"),
+            (
+                short,
+                "have directions that the training data do not reach; with damping=0 these count "
+                "nothing. Fit on more examples or damp",
+            ),
+        ):
+            if names:
+                shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+                warnings.warn(
+                    f"{len(names)} layers ({shown}) {what}.", GradTrailWarning, stacklevel=3
+                )
+
+    def describe(self, damping: float | None = None, *, relative_damping: bool = True) -> FitReport:
+        """Look at every layer's spectrum.
+
+        Args:
+            damping: Strength to show the effect of; None means 0.1 of the mean eigenvalue.
+            relative_damping: Whether it is relative.
+
+        Returns:
+            A report; ``print`` it for a table.
+        """
+        chosen = Damping.of(damping, relative=relative_damping)
+        rows: list[LayerReport] = []
+        for name in self.records:
+            rows += report_layer(name, self.curvature(name).spectra(), chosen)
+        return FitReport(self.method, self.num_examples, tuple(rows))
+
+    def close(self) -> None:
+        """Let go of the tensors; files that were made for them are deleted."""
+        self.tensors.close()

@@ -1,0 +1,5 @@
+"""Tensors and gradients in memory and on disk."""
+
+from gradtrail.store.cache import TensorCache
+
+__all__ = ["TensorCache"]
