@@ -26,7 +26,7 @@ class Problem:
     """One contestant on one workload, with the ratio it is held to.
 
     Attributes:
-        contestant: Name in ``contestants.py``, or ``"peer:NAME"``.
+        contestant: Name in ``contestants.py``, or ``"peer:LIBRARY:METHOD"``.
         model: ``"gpt2"`` or ``"llama"``.
         tokens: Positions an example.
         target: Largest ratio of CPU seconds to the bare pass, or None.
@@ -55,13 +55,20 @@ PROBLEMS = [
     Problem("ekfac-streamed", "gpt2", 128, 4.5),
 ]
 
+# Methods by library, the modules ``peer_LIBRARY.py``.
+PEERS = {
+    "dattri_llm": ("graddot", "kfac", "ekfac", "kfac-memory", "ekfac-memory"),
+    "kronfluence": ("kfac", "ekfac"),
+}
+
 
 def run_once(contestant: str, problem: Problem, options: argparse.Namespace) -> dict[str, float]:
     """Run one process and read its figures."""
     python, script = sys.executable, [str(HERE / "contestants.py"), contestant]
     if contestant.startswith("peer:"):
-        python = options.peer_python
-        script = [str(HERE / f"peer_{contestant.removeprefix('peer:')}.py")]
+        _, library, method = contestant.split(":")
+        python = options.peer_python[library]
+        script = [str(HERE / f"peer_{library}.py"), "--method", method]
     command = [python, *script, "--model", problem.model, "--tokens", str(problem.tokens)]
     command += ["--num-train", str(options.num_train), "--threads", str(options.threads)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(options.threads)}
@@ -113,18 +120,26 @@ def main() -> None:
     parser.add_argument("--num-train", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="64 examples, one pair each")
-    parser.add_argument("--peer-python", help="interpreter of a venv with dattri-llm 0.1.0")
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="LIBRARY=INTERPRETER",
+        help=f"interpreter of a venv that has one of {', '.join(PEERS)}; may be repeated",
+    )
     parser.add_argument("--only", help="measure problems whose contestant:model:tokens holds this")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.num_train = 1, 64
-    problems = list(PROBLEMS)
-    if options.peer_python:
-        problems += [
-            Problem("peer:dattri_llm", model, tokens)
-            for model, tokens in (("gpt2", 128), ("llama", 128), ("gpt2", 32))
-        ]
+    options.peer_python = dict(pair.split("=", 1) for pair in options.peer_python)
+    problems = PROBLEMS + [
+        Problem(f"peer:{library}:{method}", model, tokens)
+        for library in options.peer_python
+        for method in PEERS[library]
+        for model, tokens in (("gpt2", 128), ("llama", 128), ("gpt2", 32))
+        if tokens == 128 or method == "graddot"
+    ]
     if options.only:
         problems = [
             problem
@@ -136,14 +151,14 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {options.threads} threads, "
         f"float32 products {rate:.0f} GFLOP/s, load {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'contestant':<20} {'model':<6} {'tokens':>6} {'cpu':>6} {'wall':>6} {'target':>6}")
+    print(f"{'contestant':<28} {'model':<6} {'tokens':>6} {'cpu':>6} {'wall':>6} {'target':>6}")
     results = []
     for problem in problems:
         row = measure(problem, options)
         results.append(row)
         target = "" if problem.target is None else f"{problem.target:.2f}"
         print(
-            f"{problem.contestant:<20} {problem.model:<6} {problem.tokens:>6} "
+            f"{problem.contestant:<28} {problem.model:<6} {problem.tokens:>6} "
             f"{row['cpu_ratio']:>6.2f} {row['wall_ratio']:>6.2f} {target:>6}",
             flush=True,
         )

@@ -2,11 +2,14 @@
 
 A small causal language model whose blocks are ``nn.Linear`` learns text of a few made-up sources.
 Every position has a label, so that both libraries count the same positions. A third set of scores
-is written out from plain autograd in float64: where the two libraries differ, it tells who is right.
+is written out from plain autograd in float64: where the two libraries differ, it says who is right.
 
-kronfluence damps the products of the covariances' eigenvalues, gradtrail each covariance, so K-FAC
-agrees only where the damping vanishes; the reference is computed by both rules. EK-FAC has
-one spectrum and one rule. Needs gradtrail and ``kronfluence==1.0.1``; no test depends on it.
+EK-FAC has one spectrum and one rule of damping. For K-FAC kronfluence damps the products of the
+covariances' eigenvalues and gradtrail each covariance, so the two agree only where the damping
+vanishes; the reference is computed by either rule. kronfluence's ``S`` is a mean over positions,
+gradtrail's over examples: K-FAC scores without damping differ by the number of positions.
+
+Needs gradtrail and ``kronfluence==1.0.1`` in one environment; no test depends on it.
 
     python benchmarks/compare_kronfluence.py
 
@@ -19,8 +22,10 @@ import argparse
 import copy
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -148,7 +153,7 @@ class Case:
         damping: Ours.
         relative: Whether it is a multiple of a mean eigenvalue.
         theirs: kronfluence's, absolute; None is 0.1 of the mean eigenvalue.
-        same_rule: Whether both libraries damp alike here.
+        same_rule: Whether both libraries damp alike here, so that they must agree.
         note: What it shows.
     """
 
@@ -288,7 +293,11 @@ def covariances(
     sums: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: seen.update({name: (inputs[0], output)})
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            del module
+            seen[name] = (inputs[0], output)
+
+        return hook
 
     hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
     for row in rows:
@@ -359,13 +368,12 @@ def cases(layers: list[Layer]) -> list[Case]:
     """EK-FAC at one relative and one absolute damping, K-FAC without damping and at 0.1."""
     means = torch.stack([layer.spectrum("ekfac").mean() for layer in layers])
     absolute = float(0.1 * means.median())
-    vanishing = 1e-9 * float(
-        torch.stack([layer.spectrum("kfac").mean() for layer in layers]).median()
-    )
+    products = torch.stack([layer.spectrum("kfac").mean() for layer in layers])
+    vanishing = float(1e-9 * products.median() / TOKENS)
     return [
         Case("ekfac", 0.1, True, None, True, "0.1 of the mean eigenvalue in both"),
         Case("ekfac", absolute, False, absolute, True, "one absolute damping in both"),
-        Case("kfac", 1e-9, True, vanishing / TOKENS, False, "vanishing damping in both"),
+        Case("kfac", 0.0, True, vanishing, True, "no damping, and a vanishing one in kronfluence"),
         Case("kfac", 0.1, True, None, False, "0.1 of the mean, each by its own rule"),
     ]
 
@@ -378,6 +386,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="kronfluence")
     train, query = texts(options.num_train, 1), texts(options.num_query, 2)
     model = trained(train, options.seed)
     layers = reference_layers(copy.deepcopy(model).double(), train, query)
@@ -386,9 +395,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.float64):
         cast = copy.deepcopy(model).to(dtype)
         for case in cases(layers):
-            ours, theirs = (
-                score(cast, train, query, case) for score in (score_ours, score_theirs)
-            )
+            ours, theirs = (score(cast, train, query, case) for score in (score_ours, score_theirs))
             rows = {
                 "gradtrail / kronfluence": agreement(ours, theirs),
                 "gradtrail / reference": agreement(
@@ -407,7 +414,7 @@ def main() -> None:
             results.append({**vars(case), "dtype": str(dtype), **rows})
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        versions = {"torch": torch.__version__, "kronfluence": "1.0.1"}
+        versions = {"torch": torch.__version__, "kronfluence": version("kronfluence")}
         options.output.write_text(json.dumps({**versions, "results": results}, indent=1) + "\n")
     if missed:
         raise SystemExit(f"Pearson below {LEAST}: {'; '.join(missed)}")

@@ -1,27 +1,52 @@
-"""GradDot of dattri-llm 0.1.0 on the same work, run with the interpreter of its own venv."""
+"""GradDot, K-FAC and EK-FAC of dattri-llm 0.1.0 on the same work, in its own venv.
+
+``kfac`` and ``ekfac`` run the model again for every pass, which is that library's default;
+``kfac-memory`` and ``ekfac-memory`` keep the captured gradients in memory and freeze all parameters
+but the embedding, so that no weight gradients are computed: the fastest settings found for it.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
 import tempfile
-import time
+from functools import partial
+from typing import Any
 
-import torch
 import workloads
 from dattri_llm import (
     AttributionArguments,
     AttributionTask,
+    EKFACAttributor,
     HookManagerConfig,
+    KFACAttributor,
     TracInAttributor,
 )
+from peer_process import run_peer
 from torch import nn
 
+DAMPED = {"damping": 0.1, "relative_damping": True}
 
-def attribute(model: nn.Module, work: workloads.Workload) -> None:
-    """One attribute() call over all training data and queries."""
+
+def attribute(
+    model: nn.Module,
+    work: workloads.Workload,
+    attributor: type,
+    *,
+    frozen: bool = False,
+    **options: Any,
+) -> None:
+    """One attribute() call over all training data and queries.
+
+    Args:
+        model: The model.
+        work: The problem.
+        attributor: Class of the method.
+        frozen: Whether only the embedding keeps its gradient.
+        **options: Options of the method.
+    """
     names = workloads.block_linears(model, work.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "wte" in name or "embed_tokens" in name)
+    hooks = HookManagerConfig(hook_types=dict.fromkeys(names, "linear_io"), include_frozen=frozen)
     with tempfile.TemporaryDirectory() as folder:
         arguments = AttributionArguments(
             folder,
@@ -29,32 +54,24 @@ def attribute(model: nn.Module, work: workloads.Workload) -> None:
             per_device_eval_batch_size=work.batch_size,
         )
         task = AttributionTask(lambda model, batch: model(**batch).loss, model=model)
-        TracInAttributor(arguments, task=task).attribute(
+        attributor(arguments, task=task).attribute(
             workloads.rows(work.num_train, work.tokens, 1),
             workloads.rows(work.num_query, work.tokens, 2),
-            hook_config=HookManagerConfig(hook_types=dict.fromkeys(names, "linear_io")),
+            hook_config=hooks,
+            **options,
         )
 
 
-def main() -> None:
-    """Run once and print the figures as one line of JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", choices=list(workloads.BLOCKS), default="gpt2")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--num-train", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    work = workloads.Workload(arguments.model, arguments.tokens, arguments.num_train)
-    model = workloads.build(work)
-    attribute(model, workloads.Workload(work.model, work.tokens, work.batch_size, 2))
-    before, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    attribute(model, work)
-    wall = time.perf_counter() - wall
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(json.dumps({"wall": wall, "cpu": cpu, "peak_mib": after.ru_maxrss / 1024}))
-
+METHODS = {"graddot": partial(attribute, attributor=TracInAttributor)}
+for method, attributor_class in (("kfac", KFACAttributor), ("ekfac", EKFACAttributor)):
+    METHODS[method] = partial(attribute, attributor=attributor_class, **DAMPED)
+    METHODS[f"{method}-memory"] = partial(
+        attribute,
+        attributor=attributor_class,
+        frozen=True,
+        gradient_cache_residency="memory",
+        **DAMPED,
+    )
 
 if __name__ == "__main__":
-    main()
+    run_peer(METHODS, __doc__)

@@ -401,14 +401,17 @@ def print_accuracies(accuracies: dict[str, float]) -> None:
         print(f"  {name:<27} {value:6.1%}  {'#' * round(40 * value)}")
 
 
-def print_scores(sentences: Sequence[Sentence], scores: Tensor, shown: int) -> None:
+def print_scores(
+    sentences: Sequence[Sentence], scores: Tensor, shown: int, *, trained: bool
+) -> None:
     """The sentences that taught the variable most and least, and the groups' means."""
+    taught = "Training examples that taught it" if trained else "Candidates that would teach it"
     order = scores.argsort(descending=True).tolist()
     for title, numbers in (
-        ("taught it", order[:shown]),
-        ("taught it least", order[::-1][:shown]),
+        (taught, order[:shown]),
+        (f"{taught} least", order[::-1][:shown]),
     ):
-        print(f"\nTraining examples that {title}")
+        print(f"\n{title}")
         for number in numbers:
             sentence = sentences[number]
             print(f"  {float(scores[number]):+10.4g}  {sentence!s:<36} {sentence.group}")
@@ -469,7 +472,7 @@ def draw_scores(axes: Any, sentences: Sequence[Sentence], scores: Tensor) -> Non
     axes.axhline(0, color="#5a6570", linewidth=0.8, zorder=0)
     axes.set_xticks(range(len(GROUPS)), ticks)
     axes.set_xlim(-0.5, len(GROUPS) - 0.5)
-    axes.set_title("Which sentences taught it?", loc="left", fontsize=11)
+    axes.set_title("Which sentences teach it?", loc="left", fontsize=11)
     axes.set_ylabel("score (above 0: teaches the variable)")
 
 
@@ -496,7 +499,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subspace, accuracies = measure(task, seen, held)
     print_accuracies(accuracies)
     scores = score(task, subspace, sentences)
-    print_scores(sentences, scores, options.shown)
+    print_scores(sentences, scores, options.shown, trained=not options.pretrained)
     if options.plot is not None:
         save_plot(options.plot, accuracies, sentences, scores)
         print(f"\nPlot: {options.plot}")

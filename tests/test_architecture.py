@@ -42,6 +42,8 @@ MANY_PARAMETERS: dict[str, str] = {
     "gradtrail.attribution.gauss_newton.gauss_newton_solve": "a linear system: data, loss, "
     "right-hand sides, preconditioner, options",
     "gradtrail.hooks.manager.HookManager.__init__": "spelled out by its issue, keyword-only",
+    "gradtrail.callbacks.selection.DataSelectionCallback.__init__": "spelled out by its issue",
+    "gradtrail.callbacks.selection_two_pass.TwoPassSelection.__init__": "takes the same options",
     "gradtrail.interchange.controls.placebo_accuracy": "takes what interchange_accuracy takes",
     "gradtrail.interchange.fit.fit_das": "spelled out by its issue, keyword-only",
     "gradtrail.interchange.passes.interchange_accuracy": "spelled out by its issue",

@@ -5,6 +5,7 @@ import copy
 import gc
 import importlib.util
 import re
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -136,6 +137,38 @@ def test_every_layer_kind_in_the_batch_target(label):
     assert_gradients(model, gradients(twin))
 
 
+def hf_conv1d():
+    return pytest.importorskip("transformers").pytorch_utils.Conv1D(3, 5).double()
+
+
+LONG = {
+    "linear": (lambda: nn.Linear(5, 3), (5, 40, 5)),
+    "linear-no-bias": (lambda: nn.Linear(5, 3, bias=False), (5, 2, 20, 5)),
+    "hf-conv1d": (hf_conv1d, (5, 40, 5)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 4), (5, 2, 40)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, (2, 3)), (5, 2, 8, 9)),
+    "conv2d-groups": (lambda: nn.Conv2d(2, 4, 3, groups=2), (5, 2, 8, 9)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2), (5, 2, 40)),
+}
+
+
+@pytest.mark.parametrize("threshold", [0.4, 0.8], ids=["subtracted", "built-anew"])
+@pytest.mark.parametrize("label", LONG)
+def test_examples_of_many_positions(label, threshold):
+    """Their parts are added one by one, in place, where the weight's layout allows."""
+    torch.manual_seed(0)
+    build, shape = LONG[label]
+    model = Holder(build().double())
+    twin, x = copy.deepcopy(model), torch.randn(shape, dtype=torch.float64)
+    options = {"threshold": threshold, "threshold_mode": "bottom_fraction"}
+    callback = DataSelectionCallback(model, "fixed", random_target(model), selection_kwargs=options)
+    with HookManager(model, callbacks=[callback]).collect():
+        for _ in range(2):
+            model(x).square().sum().backward()
+            twin(x)[~callback.last_dropped].square().sum().backward()
+            assert_gradients(model, gradients(twin))
+
+
 # ---------------------------------------------------------------- losses of models
 
 MODELS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
@@ -257,13 +290,14 @@ def classes_batch(seed=0, b=5, width=4):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize("capture", ["factored", "materialized"])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_accumulation_keeps_what_earlier_backwards_left(renormalize, set_to_none):
+def test_accumulation_keeps_what_earlier_backwards_left(renormalize, capture, set_to_none):
     model = mlp(4, 6, 3)
     twin = copy.deepcopy(model)
     callback = DataSelectionCallback(model, renormalize=renormalize, selection_kwargs=HALF)
     manager = HookManager(
-        model, loss_reduction="mean", loss_scale=1 / 3, callbacks=[callback], capture="auto"
+        model, loss_reduction="mean", loss_scale=1 / 3, callbacks=[callback], capture=capture
     )
     with manager.collect():
         for step in range(2):
@@ -721,6 +755,38 @@ def test_what_a_manager_must_not_do():
     attached = HookManager(model, loss_reduction="mean", callbacks=[callback]).collect()
     with attached, pytest.raises(RuntimeError, match="must be attached once"):
         enter()
+
+
+RANK = """
+import sys
+import torch
+from torch import nn
+from gradtrail import HookManager
+from gradtrail.callbacks import DataSelectionCallback
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+)
+model = nn.Sequential(nn.Linear(2, 2))
+try:
+    HookManager(model, callbacks=[DataSelectionCallback(model)]).collect().__enter__()
+except RuntimeError as error:
+    print(error)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_several_processes_are_refused(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        assert "must run in one process, got 2" in process.communicate(timeout=120)[0]
 
 
 @pytest.mark.parametrize("spoil", ["penalty", "hook"])

@@ -626,8 +626,8 @@ def test_every_function_refuses(function):
         function()
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
         function(model="gpt2")
-    with pytest.raises(ValueError, match=r"got 'secnd'\. Near names: 'second'"):
-        function(site="secnd")
+    with pytest.raises(ValueError, match=r"got 'sekond'\. Near names: 'second'"):
+        function(site="sekond")
     with pytest.raises(TypeError, match="site must be a Site or a module's name, got int"):
         function(site=2)
     with pytest.raises(TypeError, match="forward must be a callable .* got str"):
@@ -698,6 +698,7 @@ def test_pairs_that_do_not_fit_are_refused(function, options, error, match):
         (TARGETS.double(), TypeError, "targets must be an integer tensor .* got torch.float64"),
         (TARGETS == 0, TypeError, "got torch.bool"),
         (TARGETS.tolist(), TypeError, "got list"),
+        (None, TypeError, "targets must be an integer tensor with one class a row, got NoneType"),
         (TARGETS[:3], ValueError, r"one class a row, shape \(5,\), got \(3,\)"),
         (TARGETS - 1, ValueError, "targets must be classes from 0, got -1"),
         (TARGETS + 1, ValueError, "targets must be classes below 3, .* got 3"),

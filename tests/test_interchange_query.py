@@ -21,9 +21,23 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtrail
 from gradtrail import CaptureError, reference
-from gradtrail.attribution.query_source import RowJoin
-from gradtrail.factors import squared_norm
-from gradtrail.interchange import InterchangeQuery, ProjectionQuery, Site, interchange_logits
+from gradtrail.attribution.query_source import QuerySum, RowJoin
+from gradtrail.factors import (
+    DenseGradient,
+    EmbeddingFactors,
+    LinearFactors,
+    ScaleFactors,
+    SumGradient,
+    squared_norm,
+    to_dense,
+)
+from gradtrail.interchange import (
+    InterchangeQuery,
+    ProjectionQuery,
+    Site,
+    fit_das,
+    interchange_logits,
+)
 
 PAIRS = 5
 
@@ -184,6 +198,23 @@ def test_sources_of_other_length_run_apart(site):
     assert_close(captured_queries(model, query), expected, 1e-10)
     with pytest.raises(ValueError, match=r"forwards='joint' must have .* Pad them to one length"):
         query_of(model, site, basis, pairs, last, forwards="joint")
+
+
+class Coupled(Mlp):
+    """Every row sees the others of its batch."""
+
+    def forward(self, x):
+        return super().forward(x + 0.3 * x.sum(0, keepdim=True))
+
+
+def test_rows_that_see_each_other_run_apart():
+    model, pairs, basis = seeded(Coupled), vector_pairs(), basis_of(6)
+    expected = oracle(model, Site("second"), basis, pairs, call)
+    apart = query_of(model, "second", basis, pairs, call, forwards="separate")
+    assert_close(captured_queries(model, apart, batch_size=1), expected, 1e-10)
+    together = query_of(model, "second", basis, pairs, call)
+    mixed = captured_queries(model, together, batch_size=1)
+    assert not torch.allclose(mixed["first.weight"], expected["first.weight"])
 
 
 class Checkpointed(nn.Module):
@@ -516,7 +547,7 @@ def frozen():
         ),
         ({"model": seeded(Mlp).train()}, ValueError, "must be in evaluation mode, got 6 modules"),
         ({"forward": None}, TypeError, "forward must be a callable .* got NoneType"),
-        ({"site": "secnd"}, ValueError, r"got 'secnd'\. Near names: 'second'"),
+        ({"site": "sekond"}, ValueError, r"got 'sekond'\. Near names: 'second'"),
         ({"site": 3}, TypeError, "site must be a Site or a module's name, got int"),
         ({"basis": torch.ones(6, 2)}, ValueError, "basis must have orthonormal columns"),
         (
@@ -810,3 +841,100 @@ def test_preconditioned_mean_is_the_mean_of_the_pairs(method, forwards):
     mean = scores["pair"].mean(1, keepdim=True)
     assert mean.abs().max() > 0
     torch.testing.assert_close(scores["mean"], mean, rtol=1e-3, atol=1e-4 * float(mean.abs().max()))
+
+
+# ---------------------------------------------------------------- joining rows and parts
+
+
+def linear(count, positions, seed, width=3):
+    return LinearFactors(
+        drawn(count, positions, width, seed=seed), drawn(count, positions, 2, seed=seed + 1), True
+    )
+
+
+def lookup(count, positions, seed, rows=3):
+    index = drawn(count, positions, seed=seed, high=rows)
+    return EmbeddingFactors(index, drawn(count, positions, 2, seed=seed + 1), rows, padding_idx=1)
+
+
+def scale(count, positions, seed):
+    factors = (drawn(count, positions, 4, seed=seed + one) for one in (0, 1))
+    return ScaleFactors(*factors, has_bias=True)
+
+
+def written(count, seed):
+    return DenseGradient(drawn(count, 6, seed=seed), (3, 2))
+
+
+def tied(count, positions, seed):
+    return SumGradient(
+        (
+            lookup(count, positions, seed),
+            LinearFactors(
+                drawn(count, positions, 2, seed=seed + 2), drawn(count, positions, 3, seed=seed + 3)
+            ),
+        )
+    )
+
+
+GRADIENTS = {
+    "linear": lambda seed: linear(6, 2, seed),
+    "a wide linear layer, written out": lambda seed: linear(6, 40, seed),
+    "lookup": lambda seed: lookup(6, 2, seed, rows=90),
+    "scale": lambda seed: scale(6, 2, seed),
+    "written": lambda seed: written(6, seed),
+    "tied": lambda seed: tied(6, 2, seed),
+    "two calls": lambda seed: SumGradient((linear(6, 2, seed), linear(6, 3, seed + 5))),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_joined_rows_are_the_sum_of_theirs(kind):
+    gradient = GRADIENTS[kind](0)
+    dense = to_dense(gradient).values_bd
+    for parts in (1, 2, 3, 6):
+        joined = to_dense(RowJoin()(gradient, parts))
+        torch.testing.assert_close(joined.values_bd, dense.view(-1, parts, dense.shape[1]).sum(0))
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_parts_add_up_batch_by_batch(kind):
+    total, expected = QuerySum(), 0
+    for seed in (0, 10, 20):
+        total.add("layer", GRADIENTS[kind](seed))
+        expected = expected + to_dense(GRADIENTS[kind](seed)).values_bd.sum(0, keepdim=True)
+    found = total.layers["layer"]
+    assert found.num_examples == 1
+    torch.testing.assert_close(to_dense(found).values_bd, expected)
+
+
+def test_parts_of_other_make_add_up_too():
+    """A layer that one batch calls twice and another once, or as another kind."""
+    batches = [tied(6, 2, 0), lookup(6, 2, 10), written(6, 20), tied(6, 2, 30)]
+    total = QuerySum()
+    for batch in batches:
+        total.add("layer", batch)
+    expected = sum(to_dense(batch).values_bd.sum(0, keepdim=True) for batch in batches)
+    torch.testing.assert_close(to_dense(total.layers["layer"]).values_bd, expected)
+
+
+def test_layers_that_read_one_input_go_on_sharing_it():
+    shared, join = drawn(6, 2, 3, seed=1), RowJoin()
+    first, second = (join(LinearFactors(shared, drawn(6, 2, 2, seed=seed)), 3) for seed in (2, 3))
+    assert first.activation_bsi is second.activation_bsi
+    join.clear()
+    assert join(LinearFactors(shared, drawn(6, 2, 2)), 3).activation_bsi is not first.activation_bsi
+
+
+@pytest.mark.gpu
+def test_on_a_card_as_on_the_cpu():
+    model, pairs = seeded(Mlp), vector_pairs()
+    expected = attribute(model, scored(model)).values
+    base, source, _, _, targets = pairs
+    on_cpu = fit_das(model, "second", base, source, targets, call, rank=2, epochs=2)
+    model.cuda()
+    result = fit_das(model, "second", base, source, targets, call, rank=2, epochs=2)
+    assert result.subspace.raw.device.type == "cuda"
+    torch.testing.assert_close(result.subspace.raw.cpu(), on_cpu.subspace.raw, rtol=0, atol=1e-6)
+    found = attribute(model, scored(model)).values
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from training import (
+    VOCAB,
     Recorder,
     assert_block,
     assert_own_gradients,
@@ -43,8 +45,9 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerator():
+def fresh_accelerator(monkeypatch):
     """The accelerator's state is global: what one test sets up must not reach the next."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # older Trainers write to it
     yield
     accelerate.state.AcceleratorState._reset_state()
     accelerate.state.GradientState._reset_state()
@@ -138,7 +141,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
                 counts.append(live_tensors())
 
     capture = GradTrailCallback([lambda _: None])
-    run("llama", tmp_path, [capture, Count()], gradient_accumulation_steps=2)
+    run("llama", tmp_path, [capture, Count()])
     assert len(counts) == 3
     assert counts[2] <= counts[1], counts
 
@@ -147,9 +150,19 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
 
 
 @quiet
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "accumulation"),
+    [
+        ("gpt2", False, 4),
+        ("gpt2", True, 1),
+        ("llama", False, 1),
+        ("llama", True, 4),
+        pytest.param("gpt2", False, 1, marks=slow),
+        pytest.param("gpt2", True, 4, marks=slow),
+        pytest.param("llama", False, 4, marks=slow),
+        pytest.param("llama", True, 1, marks=slow),
+    ],
+)
 def test_gradients_are_the_examples_own(tmp_path, name, checkpointing, accumulation):
     """Summed over positions, whatever the Trainer divides by; also where parameters move."""
     model, rows, recorder = make_model(name, checkpointing), make_rows(), Recorder(copies=True)
@@ -658,6 +671,50 @@ def test_models_that_ignore_the_loops_count_are_found_out(counts):
             torch.testing.assert_close(weight, expected["inner.weight"], rtol=1e-5, atol=1e-6)
 
 
+class Scorer(nn.Module):
+    """Returns the labels' log-probabilities and leaves the loss to the loop, as TRL's models do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)
+
+    def forward(self, input_ids, labels=None, **_):
+        logits = self.head(self.table(input_ids))
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return {"loss": None, "log_probs": picked.masked_fill(labels == -100, 0)}
+
+
+@pytest.mark.parametrize("factor", [-2.0, 0.0])
+def test_plain_loop_that_climbs_or_leaves_a_batch_out(factor):
+    model, rows = make_model("llama"), make_rows(3)
+    manager = HookManager(model, loss_reduction="model")
+    with manager.collect():
+        (factor * model(**collate(rows)).loss).backward()
+    if factor:
+        assert_block(manager, manager.last, bare_copy(model), rows)
+    else:
+        assert not any(to_dense(layer).values_bd.any() for layer in manager.last.layers.values())
+
+
+def test_plain_loop_that_sums_log_probabilities():
+    model, rows = Scorer(), make_rows(3)
+    batch = collate(rows)
+    manager = HookManager(model, loss_reduction="model")
+    with manager.collect():
+        (-model(**batch)["log_probs"].sum() / 17 * 1024).backward()
+        assert_block(manager, manager.last, bare_copy(model), rows)
+        weights = torch.arange(batch["labels"].numel()).view_as(batch["labels"]).float()
+        with pytest.raises(CaptureError, match="one weight, got weights that differ in the log-"):
+            (-model(**batch)["log_probs"] * weights).sum().backward()
+        batch["labels"].fill_(-100)
+        (-model(**batch)["log_probs"].sum()).backward()
+        assert not any(to_dense(layer).values_bd.any() for layer in manager.last.layers.values())
+    assert manager.steps == 2
+
+
 def test_base_class_lists_every_moment():
     names = AbstractStepCallback.__abstractmethods__
     assert names == {"on_attach", "on_step", "on_optimizer_step", "on_detach", "logs"}
@@ -686,6 +743,24 @@ def test_fp16_trainer_divides_the_loss_scale_out(tmp_path):
     recorder.blocks = [block for block, ok in zip(recorder.blocks, good, strict=True) if ok]
     recorder.models = [model for model, ok in zip(recorder.models, good, strict=True) if ok]
     assert_own_gradients(recorder, rows, tolerance=0.02)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """Ranks train on their own examples; what averages over ranks does to the loss is undone."""
+    script = str(Path(__file__).with_name("training_ranks.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, script, str(tmp_path)],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2: [6, 6, 6]" in done.stdout
 
 
 def test_example_finds_the_scrambled_rows(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradtrail.attribution.curvature_layers import Treatment
+from gradtrail.attribution.curvature_queries import num_parts
 from gradtrail.attribution.kept import kept_budget
 from gradtrail.attribution.measures import Demands, LayerMeasure, Measures
 from gradtrail.attribution.session import Session
@@ -67,8 +68,9 @@ def curvature_demands(
     query_bytes = _ITEM * queries * measures.num_query * options.sets
     if not options.corrected and options.query_rank is None:
         query_bytes = measures.query_bytes * options.sets
-    chunks = max(1, -(-query_bytes // max(1, measures.budget))) if options.corrected else 1
-    chunks = min(chunks, max(1, measures.num_query))
+    chunks = 1
+    if options.corrected or options.query_rank is not None:
+        chunks = num_parts(query_bytes, measures.num_query, measures.budget)
     budget = kept_budget(options.gradient_budget, session.device) if options.keeps else 0
     kept = measures.train_bytes if measures.train_bytes <= budget else 0
     fit_passes = 2 if options.corrected else 1

@@ -24,7 +24,7 @@ from gradtrail.kronecker import (
     Tensors,
 )
 
-__all__ = ["FisherOptions", "FitTask", "fit_bases", "fit_eigenvalues"]
+__all__ = ["FisherOptions", "FitTask", "fit_bases", "fit_eigenvalues", "sampler_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,11 @@ class FisherOptions:
     draws: int
     sampler: Sampler | None
     seed: int
+
+
+def sampler_name(sampler: Sampler | None) -> str | None:
+    """Name a sampler as another process would, or None."""
+    return None if sampler is None else getattr(sampler, "__qualname__", type(sampler).__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,6 +166,7 @@ def fit_eigenvalues(
             moments = CorrectedMoments.like(bases)
             for _, gradient in kept.pieces(name):
                 moments.add(bases, gradient, scratch)
+            del bases  # before the next layer comes to the device
             fit.add_eigenvalues(name, moments.sum_goj.div_(count))
         return
     sums: dict[str, CorrectedMoments] = {}

@@ -30,7 +30,13 @@ from gradtrail.factors import (
 )
 from gradtrail.kronecker import Damping, KroneckerFit, to_matrices
 
-__all__ = ["PreparedQueries", "QueryOptions", "precondition_queries", "query_chunks"]
+__all__ = [
+    "PreparedQueries",
+    "QueryOptions",
+    "num_parts",
+    "precondition_queries",
+    "query_chunks",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +99,29 @@ def query_chunks(
         if name not in corrected:
             continue
         dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors_of(gradient)))
-        if options.rank is not None:
+        if options.rank is not None and _has_one_matrix(gradient):
             total += _sides(gradient) * options.rank * count * dtype.itemsize
         elif corrected[name]:
             total += dense_size(gradient) * count * dtype.itemsize
         else:
             total += sum(tensor.nbytes for tensor in tensors_of(gradient))
-    return min(count, max(1, -(-total * sets // max(1, budget))))
+    return num_parts(total * sets, count, budget)
+
+
+def num_parts(num_bytes: int, count: int, budget: int) -> int:
+    """Say in how many parts of equal size, but for the last, so many queries fit.
+
+    Args:
+        num_bytes: What all of them take.
+        count: How many there are.
+        budget: What a part may take; a part of one query may take more.
+
+    Returns:
+        At least 1.
+    """
+    wanted = min(max(1, count), max(1, -(-num_bytes // max(1, budget))))
+    size = -(-max(1, count) // wanted)
+    return -(-max(1, count) // size)
 
 
 def precondition_queries(
@@ -131,6 +153,7 @@ def precondition_queries(
             continue
         curvature = fit.curvature(name)
         sets = [curvature.precondition(gradient, damping) for damping in dampings]
+        del curvature  # before anything else comes to the device
         if options.rank is not None:
             cut = [_cut(one, fit.groups(name), options.rank) for one in sets]
             sets = [factors for factors, _, _ in cut]
@@ -196,11 +219,17 @@ def _cut(gradient: LayerGradient, groups: int, rank: int) -> tuple[LayerGradient
     return factors, squares[:, :rank].sum(1), squares.sum(1)
 
 
-def _sides(gradient: LayerGradient) -> int:
-    """Input and output width together of a layer with a matrix."""
-    if isinstance(gradient, DenseGradient):
-        return sum(gradient.shape)
+def _has_one_matrix(gradient: LayerGradient) -> bool:
+    """Whether a cut to a rank makes a gradient smaller; one of several groups stays whole."""
     part = gradient.parts[0] if isinstance(gradient, SumGradient) else gradient
     if isinstance(part, LinearFactors):
-        return part.activation_bsi.shape[2] // part.groups + part.output_gradient_bso.shape[2]
-    return dense_size(gradient)
+        return part.groups == 1
+    return isinstance(part, DenseGradient) and len(part.shape) == 2
+
+
+def _sides(gradient: LayerGradient) -> int:
+    """Input, with the constant of the bias, and output width of a layer with one matrix."""
+    part = gradient.parts[0] if isinstance(gradient, SumGradient) else gradient
+    if isinstance(part, DenseGradient):
+        return sum(part.shape) + int(part.has_bias)
+    return part.activation_bsi.shape[2] + int(part.has_bias) + part.output_gradient_bso.shape[2]

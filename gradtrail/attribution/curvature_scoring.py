@@ -7,7 +7,7 @@ entry.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -147,6 +147,7 @@ def score_kept_turned(
         if fit.records[name].kind != "ekfac":
             curvature = fit.curvature(name)
             sets = [] if query is None else [curvature.precondition(query, d) for d in dampings]
+            del curvature  # before the next layer comes to the device
             _score_pieces(table, pieces, sets, norms=norms)
             continue
         bases = fit.bases(name)
@@ -156,7 +157,7 @@ def score_kept_turned(
             turned = _turned(bases, block, scratch)
             moments.add_turned(turned)
         fit.add_eigenvalues(name, moments.sum_goj.div_(shape[0]))
-        curvature = fit.curvature(name)
+        curvature = replace(bases, eigenvalues_goj=moments.sum_goj)
         ready = None if query is None else _turned_queries(curvature, query, dampings)
         for block in blocks:
             if len(blocks) > 1:
@@ -166,6 +167,7 @@ def score_kept_turned(
                 table.add_squares(block[0][0].start, dense)
             if ready is not None:
                 table.add(block[0][0].start, cross_gram(dense, ready))
+        del bases, curvature
     return table
 
 

@@ -35,11 +35,19 @@ def score_checkpoints(
 
     Returns:
         Scores and lengths, as ``score`` gives them.
+
+    Raises:
+        ValueError: If an ensemble's weights have no mean.
     """
     if checkpoints is None:
         return score()
     total = lengths = None
     factors = weights_of(checkpoints, weights)
+    if attributor.ensemble and sum(factors) <= 0:
+        raise ValueError(
+            f"checkpoint_weights must add up to more than 0 for an average, got {factors}. Leave "
+            "them out to weigh all alike."
+        )
     for number, (point, factor) in enumerate(zip(checkpoints, factors, strict=True)):
         session.checkpoint = number
         with loaded(session.model, point):

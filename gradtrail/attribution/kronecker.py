@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrail.attribution.curvature_demands import PlanOptions, curvature_demands
-from gradtrail.attribution.curvature_fit import FisherOptions
+from gradtrail.attribution.curvature_fit import FisherOptions, sampler_name
 from gradtrail.attribution.curvature_layers import LayerRules, Treatment, choose_curvature
 from gradtrail.attribution.curvature_queries import QueryOptions
 from gradtrail.attribution.data import Rows
@@ -134,6 +134,11 @@ class KroneckerMethod(AbstractAttributor):
         return tuple((strength, self.relative_damping) for strength in given)
 
     @property
+    def name(self) -> str:
+        """The registered name."""
+        return "ekfac" if self.corrected else "kfac"
+
+    @property
     def ensemble(self) -> bool:
         """Several checkpoints: scores of one scale each, averaged."""
         return True
@@ -214,7 +219,8 @@ class KroneckerMethod(AbstractAttributor):
             for name, value in asdict_shallow(self).items()
             if name not in ("corrected", "memory")
         }
-        for name in ("label_sampler", "diagonal", "fisher_dir"):
+        plain["label_sampler"] = sampler_name(self.label_sampler)
+        for name in ("diagonal", "fisher_dir"):
             plain[name] = None if plain[name] is None else str(plain[name])
         if plain["damping_sweep"] is not None:
             plain["damping_sweep"] = list(self.sweep)

@@ -20,6 +20,7 @@ from gradtrail.attribution.curvature_fit import (
     FitTask,
     fit_bases,
     fit_eigenvalues,
+    sampler_name,
 )
 from gradtrail.attribution.curvature_layers import Treatment
 from gradtrail.attribution.curvature_queries import QueryOptions, precondition_queries, query_chunks
@@ -352,5 +353,9 @@ class KroneckerRun:
             "library_version": version("gradtrail"),
         }
         if options.fisher.kind == "sampled":
-            fields["draws"] = [options.fisher.draws, session.seed, str(options.fisher.sampler)]
+            fields["draws"] = [
+                options.fisher.draws,
+                session.seed,
+                sampler_name(options.fisher.sampler),
+            ]
         return define_fit(session.model, self._task.rows, self._task.batch_size, fields)

@@ -72,6 +72,11 @@ class AbstractAttributor(abc.ABC):
             The diagonal of ``score`` on train against train. Shape ``[n]``.
         """
 
+    @property
+    def name(self) -> str:
+        """The method's name in a result."""
+        return type(self).__name__
+
     def choose(
         self, model: nn.Module, selection: Selection, projection: Projection | None
     ) -> Selection:
@@ -156,7 +161,7 @@ def make_method(
                 f"method options must be given once, got {sorted(options)} beside a method object. "
                 "Set them on the object."
             )
-        return type(method).__name__, method, True
+        return method.name, method, True
     if not isinstance(method, str):
         raise TypeError(
             f"method must be a name or an attributor, got {type(method).__name__}. "

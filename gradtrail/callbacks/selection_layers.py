@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -25,7 +26,15 @@ from gradtrail.factors import (
 )
 from gradtrail.hooks import Owner, Unit
 
-__all__ = ["Contribution", "Direction", "TableRows", "TrainedLayer", "add_up", "trained_layers"]
+__all__ = [
+    "Contribution",
+    "Direction",
+    "TableRows",
+    "TrainedLayer",
+    "add_up",
+    "parts_of",
+    "trained_layers",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +88,7 @@ class TrainedLayer:
     owner: Owner
     parameters: dict[str, nn.Parameter]
     names: dict[str, str]
-    _orders: dict[str, tuple[int, ...] | Tensor] = field(default_factory=dict)
+    _orders: dict[tuple[int, ...], tuple[int, ...] | Tensor] = field(default_factory=dict)
 
     def total(
         self, gradient: LayerGradient, rows_k: Tensor | None
@@ -94,7 +103,7 @@ class TrainedLayer:
             By role, terms whose sum is the gradient of these examples, in float32 or wider.
         """
         found: dict[str, list[Contribution]] = {role: [] for role in self.parameters}
-        for part in _parts(gradient):
+        for part in parts_of(gradient):
             part = _as_one_example(part, rows_k)  # noqa: PLW2901  # the same uses, fewer examples
             if isinstance(part, EmbeddingFactors) and self._is_table(part):
                 found["weight"].append(_table_rows(part))
@@ -123,15 +132,27 @@ class TrainedLayer:
         if weight is None:
             like = next(iter(dense.values()))
             return Direction(like.new_zeros(shape), bias)
-        key = str(shape)
-        if key not in self._orders:
-            self._orders[key] = self._order(shape, has_bias=has_bias)
-        order = self._orders[key]
+        order = self._order_of(shape, has_bias=has_bias)
         if isinstance(order, tuple):
             return Direction(weight.permute(order).reshape(shape), bias)
-        row_d = weight.new_zeros(order.numel())
+        row_d = weight.new_empty(order.numel())
         row_d[order.to(weight.device)] = weight.reshape(-1)
         return Direction(row_d.view(shape), bias)
+
+    def matrix(self, weight: Tensor, gradient: LayerGradient) -> Tensor | None:
+        """View a tensor shaped like the weight as the written-out gradient lies, or None."""
+        shape, has_bias = layout_of(gradient)
+        order = self._order_of(shape, has_bias=has_bias)
+        if not isinstance(order, tuple) or weight.is_sparse:
+            return None
+        laid_out = weight.permute(order).reshape(shape)
+        same = laid_out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        return laid_out if same else None
+
+    def _order_of(self, shape: tuple[int, ...], *, has_bias: bool) -> tuple[int, ...] | Tensor:
+        if shape not in self._orders:
+            self._orders[shape] = self._order(shape, has_bias=has_bias)
+        return self._orders[shape]
 
     def _order(self, shape: tuple[int, ...], *, has_bias: bool) -> tuple[int, ...] | Tensor:
         """Find how the weight's entries lie in the written-out gradient.
@@ -143,18 +164,18 @@ class TrainedLayer:
         Returns:
             The order of its axes, or where that does not say it, the place of every entry.
         """
-        size = math.prod(shape)
-        count_d = torch.arange(size + has_bias * shape[0], dtype=torch.float64)
-        numbered = DenseGradient(count_d.unsqueeze(0), shape, has_bias)
-        place = self.owner.rule.to_parameters(self.owner.module, numbered)["weight"][0]
-        strides = [
-            int(place.select(axis, 1).flatten()[0] - place.flatten()[0]) if side > 1 else 0
-            for axis, side in enumerate(place.shape)
-        ]
-        order = tuple(sorted(range(place.dim()), key=lambda axis: -strides[axis]))
-        if torch.equal(place.permute(order).reshape(-1), count_d[:size]):
+        width = math.prod(shape) + has_bias * shape[0]
+        to_parameters = partial(self.owner.rule.to_parameters, self.owner.module)
+        blank = torch.empty(1, width, device="meta")  # tells the layout without memory
+        view = to_parameters(DenseGradient(blank, shape, has_bias))["weight"]
+        strides = view.stride()[1:]
+        order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+        laid_out = view[0].permute(order)
+        if view._base is blank and laid_out.is_contiguous() and not view.storage_offset():  # noqa: SLF001  # torch says it nowhere else
             return order
-        return place.reshape(-1).long()
+        count_d = torch.arange(width, dtype=torch.float64)
+        numbered = DenseGradient(count_d.unsqueeze(0), shape, has_bias)
+        return to_parameters(numbered)["weight"][0].reshape(-1).long()
 
     def _is_table(self, part: EmbeddingFactors) -> bool:
         """Whether the parameter is the table as it stands."""
@@ -190,13 +211,13 @@ def trained_layers(units: tuple[Unit, ...], model: nn.Module) -> dict[str, Train
 
 def add_up(gradient: LayerGradient) -> DenseGradient:
     """Sum the gradients of all examples, written out as one row, without writing out any other."""
-    parts = tuple(_as_one_example(part, None) for part in _parts(gradient))
+    parts = tuple(_as_one_example(part, None) for part in parts_of(gradient))
     return to_dense(parts[0] if len(parts) == 1 else SumGradient(parts))
 
 
 def layout_of(gradient: LayerGradient) -> tuple[tuple[int, ...], bool]:
     """Give the shape of the weight part and whether a bias follows, as ``to_dense`` would."""
-    first = next(_parts(gradient))
+    first = next(parts_of(gradient))
     if isinstance(first, DenseGradient):
         return tuple(first.shape), first.has_bias
     if isinstance(first, ScaleFactors):
@@ -207,7 +228,8 @@ def layout_of(gradient: LayerGradient) -> tuple[tuple[int, ...], bool]:
     return (o, i), first.has_bias
 
 
-def _parts(gradient: LayerGradient) -> Iterator[LayerGradient]:
+def parts_of(gradient: LayerGradient) -> Iterator[LayerGradient]:
+    """Go through the uses of the parameter."""
     yield from gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
 
 

@@ -8,15 +8,15 @@ divides its loss. Rejected examples leave ``h``; what earlier backwards left beh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from gradtrail.callbacks.selection_layers import Contribution, TrainedLayer
+from gradtrail.callbacks.selection_layers import Contribution, TrainedLayer, parts_of
 from gradtrail.errors import CaptureError
-from gradtrail.factors import DenseGradient, LayerGradient, SumGradient, tensors_of
+from gradtrail.factors import DenseGradient, LayerGradient, LinearFactors, tensors_of
 from gradtrail.hooks import HookManager
 
 __all__ = ["OwnGradients", "Removal", "check_sum", "remove", "rescale"]
@@ -24,6 +24,7 @@ __all__ = ["OwnGradients", "Removal", "check_sum", "remove", "rescale"]
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION = 5e-2
 _CANCELLED = 1e-2
+_MANY_POSITIONS = 32
 
 
 class OwnGradients:
@@ -140,16 +141,22 @@ def remove(
     """
     rebuild = len(removal.kept_k) < len(removal.rejected_k)
     rows = removal.kept_k if rebuild else removal.rejected_k
-    terms = layer.total(gradient, rows) if len(rows) else {}
     weight = removal.factor if rebuild else -removal.factor
+    wide: dict[str, Tensor] = {}
     for role, parameter in layer.parameters.items():
         grad = parameter.grad
-        wide = grad if grad.dtype in _TOLERANCE else grad.float()
-        _rescale(wide, own.of(parameter), 0.0 if rebuild else removal.factor, removal.carry)
-        for term in terms.get(role, ()):
-            _add(wide, term, weight)
-        if wide is not grad:
-            grad.copy_(wide)
+        wide[role] = grad if grad.dtype in _TOLERANCE else grad.float()
+        own_factor = 0.0 if rebuild else removal.factor
+        _rescale(wide[role], own.of(parameter), own_factor, removal.carry)
+    for part in parts_of(gradient) if len(rows) else ():
+        if _add_long(layer, part, rows, wide, weight):
+            continue
+        for role, terms in layer.total(part, rows).items():
+            for term in terms:
+                _add(wide[role], term, weight)
+    for role, parameter in layer.parameters.items():
+        if wide[role] is not parameter.grad:
+            parameter.grad.copy_(wide[role])
 
 
 def rescale(layer: TrainedLayer, carry: float) -> None:
@@ -222,6 +229,39 @@ def _add(wide: Tensor, term: Contribution, weight: float) -> None:
         wide.index_add_(0, term.index_n, values_no, alpha=weight)
 
 
+def _add_long(
+    layer: TrainedLayer,
+    part: LayerGradient,
+    rows_k: Tensor,
+    wide: Mapping[str, Tensor],
+    weight: float,
+) -> bool:
+    """Add examples of many positions one by one, in place, which copies none of their factors.
+
+    Args:
+        layer: The layer.
+        part: One use of its parameters.
+        rows_k: Numbers of the examples. Shape ``[k]``.
+        wide: What to add to, by role.
+        weight: What to multiply with.
+
+    Returns:
+        Whether it was done: the layer must be a plain one whose dtypes are the gradient's.
+    """
+    plain = isinstance(part, LinearFactors) and part.groups == 1 and "weight" in wide
+    if not plain or part.num_positions < _MANY_POSITIONS or part.constant_bs is not None:
+        return False
+    a_bsi, g_bso = part.activation_bsi, part.output_gradient_bso
+    matrix_oi = layer.matrix(wide["weight"], part)
+    if matrix_oi is None or {a_bsi.dtype, g_bso.dtype} != {matrix_oi.dtype}:
+        return False
+    for row in rows_k.tolist():
+        matrix_oi.addmm_(g_bso[row].t(), a_bsi[row], alpha=weight)
+        if "bias" in wide:
+            wide["bias"].add_(g_bso[row].sum(0), alpha=weight)
+    return True
+
+
 def _plain(gradient: Tensor) -> Tensor:
     dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
     return dense if dense.dtype in _TOLERANCE else dense.float()
@@ -236,7 +276,7 @@ def _lowest(gradient: LayerGradient, parameter: nn.Parameter) -> torch.dtype:
 def _bound(gradient: LayerGradient) -> float:
     """A size that the layer's summed gradient cannot exceed, but comes near to."""
     bound = 0.0
-    for part in gradient.parts if isinstance(gradient, SumGradient) else (gradient,):
+    for part in parts_of(gradient):
         if isinstance(part, DenseGradient):
             bound += float(part.values_bd.double().norm())
             continue

@@ -239,6 +239,7 @@ class ValidationTarget(AbstractTarget):
         self._loss = loss or summed_loss
         self._batches = batches
         self._iterator: Iterator[Any] | None = None
+        self._live: LivePass | None = None
         self._targets: dict[str, Direction] = {}
 
     def prepare(self, selection: Selection, layouts: Mapping[str, Layout]) -> None:
@@ -252,7 +253,9 @@ class ValidationTarget(AbstractTarget):
             totals[name] = total
 
         # the pass puts the random state back, which loaders draw from too
-        with LivePass(self._model, selection, layouts) as live:
+        if self._live is None or self._live.selection is not selection:
+            self._live = LivePass(self._model, selection, layouts)
+        with self._live as live:
             device = next(self._model.parameters()).device
             for _ in range(self._batches):
                 run_pass(live, moved(self._next(), device), self._loss, "validation_loss", sink)

@@ -93,7 +93,7 @@ class TwoPassSelection:
         self._model = model
         self._loss = loss or summed_loss
         self._target = choice.build(model, self._layers)
-        self._layouts: Mapping[str, Layout] | None = None
+        self._live: LivePass | None = None
         self.last_scores = self.last_dropped = None
         self.history = []
 
@@ -111,9 +111,9 @@ class TwoPassSelection:
         """
         device = next(self._model.parameters()).device
         there = moved(batch, device)
-        if self._layouts is None:
-            self._layouts = self._probe(there)
-        self._target.prepare(self._selection, self._layouts)
+        if self._live is None:
+            self._live = LivePass(self._model, self._selection, self._probe(there))
+        self._target.prepare(self._selection, self._live.layouts)
         ghost = self._scoring.score_mode == "ghost"
         found: list[Tensor] = []
 
@@ -121,7 +121,7 @@ class TwoPassSelection:
             layer, gradient = self._layers[name], merge_uses(gradient)
             found.append(self._target.scores(layer, gradient, None, 1.0, ghost=ghost).to(device))
 
-        with LivePass(self._model, self._selection, self._layouts) as live:
+        with self._live as live:
             run_pass(live, there, self._loss, "loss", sink)
         nothing = torch.zeros(batch_length(batch))  # no label counts, so no gradient comes
         scores = torch.stack([*found, nothing.to(device)]).cpu().double().sum(0)

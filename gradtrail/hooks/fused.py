@@ -7,6 +7,7 @@ they run the same function in fewer sweeps; the result differs by rounding alone
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 __all__ = ["fuse_elementwise"]
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+# by module and dtype: whether the fused function was seen to be the module's own
+_SEEN: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = weakref.WeakKeyDictionary()
 
 
 def fuse_elementwise(model: nn.Module, stack: ExitStack) -> None:
@@ -57,17 +60,17 @@ def _rms_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if weight is None or not isinstance(eps, float) or weight.dtype not in _TOLERANCE:
         return None
     own = type(module).forward.__get__(module)
-    state: dict[str, bool] = {}
+    known = _SEEN.setdefault(module, {})
 
     def forward(x: Tensor) -> Tensor:
         if x.dtype != weight.dtype:
             return own(x)
-        if "same" not in state:
+        if x.dtype not in known:
             with torch.no_grad():
                 expected, got = own(x), _RMSNorm.apply(x, weight, eps)
             limit = _TOLERANCE[x.dtype] * expected.abs().amax()
-            state["same"] = bool((got - expected).abs().amax() <= limit)
-        return _RMSNorm.apply(x, weight, eps) if state["same"] else own(x)
+            known[x.dtype] = bool((got - expected).abs().amax() <= limit)
+        return _RMSNorm.apply(x, weight, eps) if known[x.dtype] else own(x)
 
     return forward
 

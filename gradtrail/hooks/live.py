@@ -74,6 +74,8 @@ class LivePass:
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
+        if self._opened:  # entered again, over a model that asks for it
+            self._open_inputs()
         return self
 
     def __exit__(

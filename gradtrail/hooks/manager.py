@@ -173,8 +173,7 @@ class HookManager:
 
         # plain functions: a copy of the model carries them along without copying the manager
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:  # noqa: ANN401
-            # without kwargs where a hook before this one has just taken it off
-            if module is self.model and self._handles:
+            if module is self.model:
                 self._enter(args, kwargs)
 
         def leave(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
@@ -211,6 +210,8 @@ class HookManager:
                 "The model must run uncompiled while it is captured, got torch.compile inside "
                 "collect(). Compile it before."
             )
+        if not self._handles:  # a hook before this one has just taken it off
+            return
         nested = bool(self._open)
         if nested or not torch.is_grad_enabled() or is_fixed(self.model):
             self._open.append(None)

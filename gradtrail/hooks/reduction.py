@@ -28,7 +28,8 @@ class Reduction:
     With ``"model"`` that is the loss which the model returns. By what it divides is checked
     against its logits; what the loop makes of it afterwards (accumulation, loss scaling, ranks)
     is read off the gradient that the backward brings to it. A loop may also sum the labels'
-    ``log_probs`` that the model returns (as TRL's do); then all is read off theirs.
+    ``log_probs`` that the model returns (as TRL's do); then all is read off theirs. A loss that the
+    loop multiplies with 0 has gradients of 0.
     """
 
     def __init__(
@@ -169,7 +170,8 @@ class Reduction:
                     "multiplied with."
                 )
             wide = outer if outer.device.type == "mps" else outer.double()
-            return divisor / wide if outer.dim() == 0 else 1.0 / _common(wide)
+            factor, divisor = (wide, divisor) if outer.dim() == 0 else (_common(wide), 1.0)
+            return divisor / torch.where(factor == 0, torch.ones_like(factor), factor)
         factor = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
         if factor is None:
             return None if self.kind == "sum" else divisor

@@ -197,7 +197,8 @@ def placebo_accuracy(  # noqa: PLR0913  # takes what interchange_accuracy takes
             f"basis must leave room at right angles to it, got rank {rank} of width {width}. "
             "There is no placebo for a full interchange."
         )
-    pairs = Pairs.checked(base_inputs, source_inputs, base_positions, source_positions, targets)
+    pairs = Pairs.checked(base_inputs, source_inputs, base_positions, source_positions)
+    pairs = pairs.aimed_at(targets)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(len(pairs), width, generator=generator, dtype=torch.float64)
     exact = columns.double().cpu()

@@ -109,7 +109,8 @@ def fit_das(  # noqa: PLR0913  # spelled out by its issue
     check_rate(lr)
     check_strength(strength)
     place = as_site(site)
-    pairs = Pairs.checked(base_inputs, source_inputs, base_positions, source_positions, targets)
+    pairs = Pairs.checked(base_inputs, source_inputs, base_positions, source_positions)
+    pairs = pairs.aimed_at(targets)
     micro = min(batch_size, micro_batch_size or batch_size)
     with prepared(model):
         positions = (pairs.source_positions, "source_positions")

@@ -6,7 +6,7 @@ Suffixes: n row or pair, t position, d width, c class.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -276,7 +276,6 @@ class Pairs:
         source_inputs: Inputs,
         base_positions: Tensor | None,
         source_positions: Tensor | None,
-        targets: Tensor | None = None,
     ) -> Pairs:
         """Check what a user passed.
 
@@ -285,10 +284,9 @@ class Pairs:
             source_inputs: As the attribute.
             base_positions: As the attribute.
             source_positions: As the attribute.
-            targets: As the attribute.
 
         Returns:
-            The pairs.
+            The pairs, without targets.
 
         Raises:
             ValueError: If there are not as many bases as sources.
@@ -305,8 +303,11 @@ class Pairs:
             source_inputs,
             check_positions(base_positions, count, "base_positions"),
             check_positions(source_positions, count, "source_positions"),
-            None if targets is None else check_labels(targets, count, "targets"),
         )
+
+    def aimed_at(self, targets: Tensor) -> Pairs:
+        """Check the targets of a user and take them along."""
+        return replace(self, targets=check_labels(targets, len(self), "targets"))
 
     def take(self, index: Tensor | slice) -> Pairs:
         """Pick some of the pairs."""

@@ -102,9 +102,8 @@ class InterchangeQuery(AbstractQuerySource):
         self.strength = strength
         self.granularity = granularity
         self._forward = forward
-        self._pairs = Pairs.checked(
-            base_inputs, source_inputs, base_positions, source_positions, targets
-        )
+        pairs = Pairs.checked(base_inputs, source_inputs, base_positions, source_positions)
+        self._pairs = pairs.aimed_at(targets)
         if forwards == "joint" and not self._pairs.are_alike:
             raise ValueError(
                 "forwards='joint' must have base_inputs and source_inputs of one structure and "

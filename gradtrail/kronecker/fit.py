@@ -192,6 +192,7 @@ class KroneckerFit:
                 dead.append(name)
             elif damping.strength == 0 and any(part.unseen for part in curvature.spectra()):
                 short.append(name)
+            del curvature  # before the next layer comes to the device
         for names, what in (
             (dead, "have no gradient anywhere in the training data and score 0"),
             (

@@ -53,7 +53,7 @@ def save_fit(fit: KroneckerFit, directory: Path, damping: Mapping[str, Any]) -> 
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for key in keys:
-                file.write(_bytes_of(fit.tensors.get(key)))
+                file.write(_bytes_of(fit.tensors.get(key, "cpu")))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(directory / FIT_FILE)
@@ -127,7 +127,7 @@ def _header(fit: KroneckerFit, keys: Sequence[str], damping: Mapping[str, Any]) 
     checksums: dict[str, int] = {}
     offset = 0
     for key in keys:
-        tensor = fit.tensors.get(key)
+        tensor = fit.tensors.get(key, "cpu")
         stop = offset + tensor.nbytes
         entries[key] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -136,6 +136,7 @@ def _header(fit: KroneckerFit, keys: Sequence[str], damping: Mapping[str, Any]) 
         }
         checksums[key] = zlib.crc32(_bytes_of(tensor))
         offset = stop
+        del tensor
     records = {
         name: {
             "kind": record.kind,
