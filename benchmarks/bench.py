@@ -59,6 +59,7 @@ PROBLEMS = [
 PEERS = {
     "dattri_llm": ("graddot", "kfac", "ekfac", "kfac-memory", "ekfac-memory"),
     "kronfluence": ("kfac", "ekfac"),
+    "bergson": ("kfac", "ekfac"),
 }
 
 

@@ -387,6 +387,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning, module="kronfluence")
+    warnings.filterwarnings("ignore", category=gradtrail.GradTrailWarning, message=".*damping=0")
     train, query = texts(options.num_train, 1), texts(options.num_query, 2)
     model = trained(train, options.seed)
     layers = reference_layers(copy.deepcopy(model).double(), train, query)

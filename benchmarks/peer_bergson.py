@@ -63,7 +63,6 @@ def attribute(model: nn.Module, work: workloads.Workload, *, corrected: bool) ->
             data=DataConfig(dataset=train),
             include_bias=True,
             token_batch_size=work.batch_size * work.tokens,
-            modules=[],
             filter_modules="lm_head",
         )
         hessian_pipeline(

@@ -35,6 +35,17 @@ CONTESTANTS: dict[str, dict[str, Any] | None] = {
 TARGETS = {"batch": 1.35, "validation": 1.6}
 
 
+def make_rows(kind: str, count: int, tokens: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, of which about half go against the others; or sequences that go up evenly."""
+    if kind == "random":
+        return workloads.rows(count, tokens, seed)
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(0, 1000, (count, 1), generator=generator)
+    step = torch.randint(1, 5, (count, 1), generator=generator)
+    ids = (first + step * torch.arange(tokens)) % 1000
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
 def run(contestant: str, options: argparse.Namespace) -> dict[str, float]:
     """Train once and time it.
 
@@ -63,7 +74,7 @@ def run(contestant: str, options: argparse.Namespace) -> dict[str, float]:
     selection = None
     if choice is not None:
         if choice.get("target") == "validation":
-            held_out = workloads.rows(size, options.tokens, 2)
+            held_out = make_rows(options.data, size, options.tokens, 2)
             loader = torch.utils.data.DataLoader(held_out, batch_size=size // 4)
             choice = {**choice, "validation_loader": loader}
         selection = DataSelectionCallback(model, renormalize=True, **choice)
@@ -79,7 +90,7 @@ def run(contestant: str, options: argparse.Namespace) -> dict[str, float]:
             disable_tqdm=True,
             use_cpu=True,
         )
-        data = workloads.rows(size * (options.steps + 1), options.tokens, 1)
+        data = make_rows(options.data, size * (options.steps + 1), options.tokens, 1)
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
         trainer.train()
         cpu, wall = time.process_time() - start[0][0], time.perf_counter() - start[0][1]
@@ -104,6 +115,7 @@ def measure(contestant: str, options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model,
         "tokens": options.tokens,
         "batch_size": options.batch_size,
+        "data": options.data,
         "cpu_ratio": round(statistics.median(ratios), 3),
         "target": TARGETS.get(contestant),
         "cpu_ratios": [round(ratio, 3) for ratio in ratios],
@@ -116,7 +128,7 @@ def one(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Run one contestant in a process of its own."""
     command = [sys.executable, __file__, "--run", name, "--model", options.model]
     command += ["--tokens", str(options.tokens), "--steps", str(options.steps)]
-    command += ["--batch-size", str(options.batch_size)]
+    command += ["--batch-size", str(options.batch_size), "--data", options.data]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -132,6 +144,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("gpt2", "llama"), default="llama")
     parser.add_argument("--tokens", type=int, default=128, help="positions an example")
     parser.add_argument("--batch-size", type=int, default=16, help="examples a batch")
+    parser.add_argument("--data", choices=("random", "even"), default="random")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps that are timed")
     parser.add_argument("--pairs", type=int, default=3, help="alternating pairs of runs")
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, help="measure these only")

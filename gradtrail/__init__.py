@@ -13,6 +13,7 @@ from gradtrail.attribution import (
     plan,
     self_influence,
 )
+from gradtrail.callbacks import AbstractStepCallback, GradTrailCallback, MergedSteps
 from gradtrail.errors import (
     CaptureError,
     CurvatureError,
@@ -25,16 +26,19 @@ from gradtrail.hooks import Coverage, HookManager, example_id
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbstractStepCallback",
     "AttributionScores",
     "CaptureError",
     "CheckReport",
     "Coverage",
     "CurvatureError",
     "EKFACAttributor",
+    "GradTrailCallback",
     "GradTrailWarning",
     "HookManager",
     "InnerProductAttributor",
     "KFACAttributor",
+    "MergedSteps",
     "Plan",
     "Projection",
     "UnsupportedLayerError",

@@ -623,7 +623,11 @@ def test_all_rejected_is_exactly_nothing():
         ({"scoring_kwargs": 3}, TypeError, "scoring_kwargs must be a mapping, got int"),
         ({"scoring_kwargs": {"mode": "ghost"}}, ValueError, "other keys than 'score_mode', got 'm"),
         ({"scoring_kwargs": {"score_mode": "fast"}}, ValueError, "score_mode must be one of 'ghos"),
-        ({"selection_kwargs": {"treshold": 1}}, ValueError, "got 'treshold'. Near names: 'thresh"),
+        (
+            {"selection_kwargs": {"thresholds": 1}},
+            ValueError,
+            "got 'thresholds'. Near names: 'thresh",
+        ),
         (
             {"selection_kwargs": {"threshold": None}},
             ValueError,

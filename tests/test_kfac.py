@@ -15,6 +15,7 @@ from gradtrail import (
     CurvatureError,
     GradTrailWarning,
     attribute,
+    coverage,
     reference,
     self_influence,
 )
@@ -395,6 +396,12 @@ def language(request):
     return request.param, model, train, query, dense
 
 
+def left(rows):
+    """Padding in front, and positions that count from the first token."""
+    batch = pad_left(rows)
+    return {**batch, "position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_language_models(language, method):
     _, model, train, query, dense = language
@@ -414,11 +421,6 @@ def test_language_models(language, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_on_either_side(language, method):
     _, model, train, query, _ = language
-
-    def left(rows):
-        batch = pad_left(rows)
-        return {**batch, "position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
-
     with exactly():
         options = {"method": method, "batch_size": 3}
         alone = values(model, train, query, method=method, batch_size=1)
@@ -434,7 +436,10 @@ def test_shares_of_tokens(language, method, budget):
         options = {"method": method, "batch_size": 3, "gradient_budget": budget}
         whole = values(model, train, query, **options)
         tokens = run(model, train, query, granularity="token", **options)
+        moved = run(model, train, query, granularity="token", collate_fn=left, **options)
     close(tokens.values.double().sum(1), whole)
+    close(moved.values, tokens.values.double())
+    assert torch.equal(moved.lengths, tokens.lengths)
     for row, expected in enumerate(oracle.shares(*dense, method)):
         assert int(tokens.lengths[row]) == len(expected)
         close(tokens.values[row, : len(expected)], expected)
@@ -471,6 +476,18 @@ def test_the_output_embedding_counts_when_it_is_named(method):
     assert entry.status == "left out"
     assert entry.reason == "the output embedding is left out of the K-FAC family by default"
     assert not torch.allclose(plain.values, got.values)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "t5"])
+def test_other_models(name):
+    """Every layer with Kronecker structure that is covered by default, against the oracle."""
+    model, train, query = build(name), rows_of(name), rows_of(name, seed=4)[:2]
+    with exactly():
+        got = run(model, train, query, method="ekfac", batch_size=3)
+        owners = {entry.layer: [entry.layer] for entry in got.coverage.with_status("covered")}
+        assert len(owners) > 10
+        dense = oracle.observe(model, train, owners), oracle.observe(model, query, owners)
+        close(got.values, oracle.scores(*dense, "ekfac"))
 
 
 # ---------------------------------------------------------------- self-influence, norms, sweeps
@@ -768,6 +785,14 @@ def test_how_many_layers_direct_covers():
         got = run(model, train, query, direct_fisher_max_params=7, **options)
     assert len(seen) == 1
     close(got.values, values(model, train, query, method="kfac"))
+
+
+@pytest.mark.parametrize("kind", ["ignored", "norm diagonal", "all"])
+@pytest.mark.parametrize("method", METHODS)
+def test_coverage_before_a_run(method, kind):
+    options, _ = DIRECT[kind]
+    got = run(Normed(), numbers(9), numbers(2, seed=3), method=method, **options)
+    assert coverage(Normed(), method=method, **options) == got.coverage
 
 
 def test_direct_without_layers_to_treat():

@@ -87,6 +87,20 @@ def spill(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def held(monkeypatch):
+    """Every cache that is made, held, so that only ``close`` can delete its files."""
+    caches = []
+    make = TensorCache.__init__
+
+    def note(self, *arguments, **options):
+        make(self, *arguments, **options)
+        caches.append(self)
+
+    monkeypatch.setattr(TensorCache, "__init__", note)
+    return caches
+
+
 def names_in(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
@@ -102,7 +116,7 @@ def files(folder):
                                      {"non_kronecker": "direct"}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_residency_gives_the_same_scores(method, budget, options, spill, monkeypatch):
+def test_every_residency_gives_the_same_scores(method, budget, options, spill, held, monkeypatch):
     monkeypatch.setattr(cache_module, "free_bytes", lambda _: 900)  # tiered: some here, some there
     model, found = Net(), {}
     for residency in RESIDENCIES:
@@ -113,7 +127,8 @@ def test_every_residency_gives_the_same_scores(method, budget, options, spill, m
         got = run(model, method=method, gradient_budget=budget,
                   factor_cache_residency=residency, **options)  # fmt: skip
         found[residency] = got if isinstance(got, dict) else {0: got}
-        assert files(spill) == []
+        assert held
+        assert names_in(spill) == []
     for residency in RESIDENCIES[1:]:
         for key, result in found[residency].items():
             assert torch.equal(result.values, found[None][key].values)
@@ -122,14 +137,15 @@ def test_every_residency_gives_the_same_scores(method, budget, options, spill, m
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize("method", METHODS)
-def test_self_influence_of_every_residency(method, budget, residency, spill):
+def test_self_influence_of_every_residency(method, budget, residency, spill, held):
     options = {"method": method, "gradient_budget": budget}
     expected = values(Net(), TRAIN, TRAIN, **options).diagonal()
     got = self_influence(
         Net(), TRAIN, progress=False, factor_cache_residency=residency, batch_size=4, **options
     )
     close(got, expected)
-    assert files(spill) == []
+    assert held
+    assert names_in(spill) == []
 
 
 def largest_layer(fit):
@@ -209,7 +225,9 @@ def failing(model, at):
 
 @pytest.mark.parametrize("residency", ["disk", "tiered"])
 @pytest.mark.parametrize("method", METHODS)
-def test_spilled_files_are_gone_after_an_exception(method, residency, spill, monkeypatch, tmp_path):
+def test_spilled_files_are_gone_after_an_exception(
+    method, residency, spill, held, monkeypatch, tmp_path
+):
     monkeypatch.setattr(cache_module, "free_bytes", lambda _: 100)
     folder, whole, seen = tmp_path / "fit", Net(), []
     options = {"method": method, "factor_cache_residency": residency, "gradient_budget": 0,
@@ -236,6 +254,7 @@ def test_spilled_files_are_gone_after_an_exception(method, residency, spill, mon
         assert names_in(folder) == [FIT_FILE]
         (folder / FIT_FILE).unlink()
     assert max(seen) > 0
+    assert held
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -417,6 +436,23 @@ def test_what_does_not_define_a_fit_may_differ(tmp_path):
         got = run(model, TRAIN, query, method="ekfac", fisher_dir=tmp_path, **options)
         if "query_rank" not in options and "granularity" not in options:
             close(got.values, first.values[:, : len(query)])
+
+
+@pytest.mark.xfail(strict=True, reason="a loss is told from another by its name only")
+def test_two_losses_of_one_name_are_two_fits(tmp_path):
+    first = lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none")  # noqa: E731
+    second = lambda m, b: m(b[0]).square().sum(1)  # noqa: E731
+    options = {"method": "kfac", "fisher_dir": tmp_path}
+    run(Net(), loss=first, **options)
+    with pytest.raises(CurvatureError, match="fit of this loss"):
+        run(Net(), loss=second, **options)
+
+
+@pytest.mark.xfail(strict=True, reason="the limits are recorded, and not only what they decided")
+def test_a_limit_that_leaves_the_layers_as_they_are_does_not_define_a_fit(tmp_path):
+    first = run(Net(), method="kfac", fisher_dir=tmp_path)
+    again = run(Net(), method="kfac", fisher_dir=tmp_path, max_factor_dim=100)
+    close(again.values, first.values)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -608,6 +644,14 @@ def test_a_fit_is_remembered_without_a_folder(method):
         got = bound.attribute(TRAIN, QUERY)  # other weights: a new fit
         assert bound.fit_ is not fit
         close(got.values, values(copy.deepcopy(model), method=method))
+
+
+@pytest.mark.xfail(strict=True, reason="a remembered fit stays where it was made to rest")
+def test_a_remembered_fit_moves_to_the_residency_that_is_asked_for(spill):
+    with KFACAttributor(Net(), progress=False) as bound:
+        bound.fit(TRAIN)
+        bound.fit(TRAIN, factor_cache_residency="disk")
+        assert files(spill)
 
 
 def test_two_attributors_share_nothing():

@@ -906,7 +906,7 @@ def test_nothing_half_written_is_left(saved, monkeypatch):
     def fail(_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(fit_file_module, "_bytes_of", fail)
+    monkeypatch.setattr(fit_file_module.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         save_fit(fit, folder, {})
     assert names_in(folder) == [FIT_FILE]

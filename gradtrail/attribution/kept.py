@@ -64,11 +64,6 @@ class KeptFactors:
         """Whether every row's gradients are there."""
         return self.active and self._num_seen == self._num_rows
 
-    @property
-    def left(self) -> int:
-        """Bytes of the budget that are not used."""
-        return self._left
-
     def add(self, place: Batch, name: str, gradient: LayerGradient) -> None:
         """Keep one layer of one batch.
 

@@ -246,7 +246,7 @@ def _add_long(
         weight: What to multiply with.
 
     Returns:
-        Whether it was done: the layer must be a plain one whose dtypes are the gradient's.
+        Whether it was done, which asks for a plain layer whose dtypes are the gradient's.
     """
     plain = isinstance(part, LinearFactors) and part.groups == 1 and "weight" in wide
     if not plain or part.num_positions < _MANY_POSITIONS or part.constant_bs is not None:

@@ -21,8 +21,11 @@ from gradtrail.factors import (
     DenseGradient,
     LayerGradient,
     SumGradient,
+    accumulation_dtype,
     map_tensors,
+    move,
     paired_products,
+    tensors_of,
     to_dense,
 )
 from gradtrail.kronecker.covariance import linear_parts
@@ -132,6 +135,18 @@ class KFACCurvature(AbstractCurvature):
     def precondition(self, gradient: LayerGradient, damping: Damping) -> LayerGradient:
         """Multiply both sides by the damped inverses; factors stay factors."""
         input_gjj, output_goo = self._inverted(damping)
+        own = accumulation_dtype(*(tensor.dtype for tensor in tensors_of(gradient)))
+        wide = torch.promote_types(input_gjj.dtype, output_goo.dtype)
+        if wide != own:  # a damping so small that float32 would not do
+            turned = self._turned(
+                move(gradient, dtype=wide), input_gjj.to(wide), output_goo.to(wide)
+            )
+            return move(turned, dtype=own)
+        return self._turned(gradient, input_gjj, output_goo)
+
+    def _turned(
+        self, gradient: LayerGradient, input_gjj: Tensor, output_goo: Tensor
+    ) -> LayerGradient:
         if isinstance(gradient, DenseGradient):
             turned = turned_matrices(gradient, input_gjj, output_goo)
             return from_matrices(turned, has_bias=gradient.has_bias)

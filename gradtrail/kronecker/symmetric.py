@@ -14,6 +14,7 @@ from gradtrail.kronecker.damping import Damping, inverted
 __all__ = ["add_products", "check_finite", "damped_inverse", "decompose", "mirror", "trace_mean"]
 
 _STRIP = 128
+_SMALL = 1e-3
 
 
 def add_products(sum_kk: Tensor, x_tk: Tensor) -> None:
@@ -115,22 +116,27 @@ def damped_inverse(cov_gkk: Tensor, damping: Damping, layer: str, what: str) -> 
         what: Which covariance, for errors.
 
     Returns:
-        ``(cov + lambda)^-1`` in the dtype of the argument; the pseudo-inverse where the damping
-        is 0 and the covariance singular, and 0 where it is 0. Shape ``[g, k, k]``.
+        ``(cov + lambda)^-1``; the pseudo-inverse where the damping is 0 and the covariance
+        singular, and 0 where it is 0. In the dtype of the argument, or in float64 where the
+        damping is so small that rounding to float32 would outweigh the rest: behind a norm layer
+        a covariance has null directions, along which the inverse is ``1 / lambda``.
+        Shape ``[g, k, k]``.
     """
     check_finite(cov_gkk, layer, what)
     mean = trace_mean(cov_gkk)
     if mean <= 0:
         return torch.zeros_like(cov_gkk)
     extra = damping.absolute(mean)
+    wide = extra < _SMALL * mean and cov_gkk.device.type != "mps"
+    dtype = torch.float64 if wide else cov_gkk.dtype
     if extra > 0 and cov_gkk.device.type != "mps":
         wide_gkk = cov_gkk.to(torch.float64, copy=True)  # the fit's own stays as it is
         wide_gkk.diagonal(dim1=-2, dim2=-1).add_(extra)
         factor_gkk, failed = torch.linalg.cholesky_ex(wide_gkk)
         if not bool(failed.any()):
-            return torch.cholesky_inverse(factor_gkk).to(cov_gkk)
+            return torch.cholesky_inverse(factor_gkk).to(cov_gkk.device, dtype)
     values_gk, basis_gkk = decompose(cov_gkk.double(), layer, what)
     # the dtype it was accumulated in says which eigenvalues are rounding errors
     inverse_gk = inverted(values_gk.to(cov_gkk.dtype), extra).double()
     scaled_gkk = basis_gkk * inverse_gk.unsqueeze(-2)
-    return (scaled_gkk @ basis_gkk.transpose(-1, -2)).to(cov_gkk)
+    return (scaled_gkk @ basis_gkk.transpose(-1, -2)).to(cov_gkk.device, dtype)
