@@ -910,6 +910,29 @@ def test_low_precision(method, budget, dtype):
     close(got.values, expected, rtol=2e-4)
 
 
+class Centred(nn.Module):
+    """A layer whose inputs add up to 0, as behind a norm: its covariance has a null direction."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        return self.head(x - x.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("budget", KEEP.values(), ids=KEEP)
+@pytest.mark.parametrize("damping", [1e-2, 1e-5])
+@pytest.mark.parametrize("method", METHODS)
+def test_little_damping_in_float32(method, damping, budget):
+    model = Centred()
+    train, query = ([(x.float(), y) for x, y in vectors(n, seed=n)] for n in (20, 5))
+    dense = [observed(model, data, {"head": ["head"]}) for data in (train, query)]
+    got = run(model, train, query, method=method, damping=damping, gradient_budget=budget)
+    close(got.values, oracle.scores(*dense, method, damping), rtol=1e-3)
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_budget": 0}], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("method", METHODS)

@@ -20,6 +20,7 @@ from gradtrail.factors import (
     ScaleFactors,
     SumGradient,
     cross_gram,
+    move,
     to_dense,
 )
 from gradtrail.kronecker import (
@@ -465,6 +466,36 @@ def test_kfac(kind, damping):
     assert (a.what, s.what) == ("A", "S")
     close(a.eigenvalues.sort().values, torch.linalg.eigvalsh(cov_a).flatten().sort().values)
     close(s.eigenvalues.sort().values, torch.linalg.eigvalsh(cov_s).flatten().sort().values)
+
+
+@pytest.mark.parametrize("strength", [1e-7, 1e-4, 0.0])
+@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind != "bias alone"])
+def test_kfac_of_float32_with_little_damping(kind, strength):
+    """A null direction's ``1 / lambda`` is exact: training gradients along it are rounding only."""
+    x = move(LINEAR[kind](4), dtype=torch.float32)
+    rows = as_matrices(x, groups_of(x)).double()
+    _, g, o, j = rows.shape
+    null = torch.nn.functional.normalize(draw(g, j, 1), dim=1)
+    keep = torch.eye(j, dtype=F64) - null @ null.transpose(1, 2)
+    cov_a = (keep @ spread(g, j) @ keep).float()
+    cov_s = spread(g, o).float()
+    damping = Damping(strength)
+    got = KFACCurvature("fc", cov_a, cov_s).precondition(x, damping)
+    rebuilt = as_matrices(got, g)
+    assert rebuilt.dtype == torch.float32
+    extra = [strength * cov.double().diagonal(dim1=1, dim2=2).mean() for cov in (cov_s, cov_a)]
+    if strength:
+        sides = [
+            torch.linalg.inv(cov.double() + more * torch.eye(cov.shape[1], dtype=F64))
+            for cov, more in zip((cov_s, cov_a), extra, strict=True)
+        ]
+    else:  # what is below float32's precision is no direction
+        sides = [
+            torch.linalg.pinv(cov.double(), rtol=1e-5, hermitian=True) for cov in (cov_s, cov_a)
+        ]
+    expected = torch.einsum("gop,bgpj,gjk->bgok", sides[0], rows, sides[1])
+    scale = float(expected.abs().max())
+    close(rebuilt.double(), expected, rtol=1e-4, atol=1e-4 * scale)
 
 
 def eigen(gradient, values=None):
