@@ -38,7 +38,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "gradtrail.attribution.api.self_influence": "the one-call entry point",
     "gradtrail.attribution.plan.plan": "takes what attribute takes",
     "gradtrail.callbacks.trainer.GradTrailCallback.__init__": "takes what HookManager takes",
-    "gradtrail.attribution.kronecker_api.KroneckerAttributor.__init__": "takes what attribute takes",
+    "gradtrail.attribution.kronecker_api.KroneckerAttributor.__init__": "as attribute",
     "gradtrail.attribution.gauss_newton.gauss_newton_solve": "a linear system: data, loss, "
     "right-hand sides, preconditioner, options",
     "gradtrail.hooks.manager.HookManager.__init__": "spelled out by its issue, keyword-only",

@@ -523,7 +523,7 @@ def test_empirical_fisher_is_the_loss_itself():
         ({"kind": "expected", "loss": own}, ValueError, r"fisher='expected' must know .* \(own\)"),
         ({"kind": "sampled", "loss": own}, ValueError, "own .* pass label_sampler"),
     ],
-    ids=str,
+    ids=["kind", "draws", "expected-draws", "sampler", "no-callable", "expected", "sampled"],
 )
 def test_options_that_are_refused(options, error, match):
     loss = resolve_loss(options.pop("loss", None), None)

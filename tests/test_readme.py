@@ -61,6 +61,30 @@ def test_image_classifier_block(tmp_path, monkeypatch):
     assert (tmp_path / "scores.safetensors").is_file()
 
 
+def test_curvature_block(tmp_path, monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import gradtrail
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        vocab_size=20,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    rows = [{"input_ids": (ids := torch.randint(0, 20, (5,))), "labels": ids} for _ in range(6)]
+    names = {"model": LlamaForCausalLM(config), "train": rows[:4], "query": rows[4:]}
+    names["gradtrail"] = gradtrail
+    exec(compile(BLOCKS[2], "README.md", "exec"), names)
+    assert names["scores"].values.shape == (4, 2)
+    assert (tmp_path / "fit" / "fit.safetensors").is_file()
+
+
 def test_tools_block():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -76,6 +100,6 @@ def test_tools_block():
     names = {"model": model, "batch": batch, "train": rows, "query": rows[:1], "loader": [batch]}
     names["gradtrail"] = gradtrail
     with pytest.warns(gradtrail.GradTrailWarning, match=r"transformer\.wpe"):
-        exec(compile(BLOCKS[2], "README.md", "exec"), names)
+        exec(compile(BLOCKS[3], "README.md", "exec"), names)
     assert names["manager"].last.layers
     assert len(names["manager"].last.ids) == 3

@@ -36,7 +36,7 @@ from gradtrail.kronecker import (
 
 __all__ = ["ScoreTable", "score_kept", "score_kept_turned"]
 
-_WRITTEN = 1 << 25  # bytes of written-out gradients at a time, read at once from the cache
+_WRITTEN = 1 << 24  # bytes of written-out gradients at a time, read at once from the cache
 _TURNED = 1 << 29  # of turned ones, which must wait until the eigenvalues are whole
 _Pieces: TypeAlias = Sequence[tuple[Batch, LayerGradient]]
 

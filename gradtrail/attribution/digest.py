@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradtrail.hooks import batch_ids, call_fields
 
-__all__ = ["DataDigest", "content_ids", "model_digest"]
+__all__ = ["DataDigest", "code_digest", "content_ids", "model_digest"]
 
 _SAMPLE = 1024
 
 
 def model_digest(model: nn.Module) -> str:
-    """Digest a model's weights: names, shapes, dtypes and up to 1,024 evenly spaced entries each.
+    """Digest a model's weights: names, shapes, dtypes, some entries of each and all its bits' sum.
 
     Args:
         model: The model.
 
     Returns:
-        32 hexadecimal digits. Fine-tuning moves every sampled entry, so it changes them.
+        32 hexadecimal digits. Any one entry that changes changes them.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, value in model.state_dict().items():
@@ -33,7 +36,18 @@ def model_digest(model: nn.Module) -> str:
         stride = max(1, flat.numel() // _SAMPLE)
         sample = flat[::stride].cpu().contiguous()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
+        digest.update(str(_bit_sum(flat)).encode())
     return digest.hexdigest()
+
+
+def _bit_sum(flat: Tensor) -> int:
+    """Add up a tensor's bits, read as integers of its entries' size, modulo 2^64."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(
+        flat.element_size()
+    )
+    if width is None:
+        flat, width = torch.view_as_real(flat).reshape(-1), torch.int64
+    return int(flat.contiguous().view(width).sum(dtype=torch.int64))
 
 
 def content_ids(batch: object, size: int) -> tuple[str, ...]:
@@ -65,3 +79,58 @@ class DataDigest:
     def hexdigest(self) -> str:
         """32 hexadecimal digits."""
         return self._digest.hexdigest()
+
+
+def code_digest(function: Callable[..., Any]) -> str:
+    """Digest what a function does: its code, its constants and plain values it closes over.
+
+    Args:
+        function: A function, a ``partial``, or an object that can be called.
+
+    Returns:
+        16 hexadecimal digits. Functions that differ only in objects they refer to (a tensor, a
+        module) have the same.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    _add_callable(digest, function)
+    return digest.hexdigest()
+
+
+def _add_callable(digest: Any, function: Any) -> None:  # noqa: ANN401
+    """Add a callable's parts to a digest."""
+    if isinstance(function, partial):
+        _add_callable(digest, function.func)
+        for value in (*function.args, *sorted(function.keywords.items())):
+            _add_value(digest, value)
+        return
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        digest.update(f"{type(function).__module__}.{type(function).__qualname__}".encode())
+        own = getattr(type(function).__call__, "__code__", None)
+        if own is not None:
+            _add_value(digest, own)
+        return
+    _add_value(digest, code)
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    for value in (*(function.__defaults__ or ()), *cells):
+        _add_value(digest, value)
+
+
+def _add_value(digest: Any, value: Any) -> None:  # noqa: ANN401
+    """Add a constant, a piece of code or, of anything else, its type."""
+    if isinstance(value, CodeType):
+        digest.update(value.co_code)
+        digest.update(repr(value.co_names).encode())
+        for constant in value.co_consts:
+            _add_value(digest, constant)
+    elif isinstance(value, (int, float, complex, str, bytes, bool, type(None))):
+        digest.update(repr(value).encode())
+    elif isinstance(value, (tuple, list, frozenset)):
+        for entry in value:
+            _add_value(digest, entry)
+    elif callable(value) and not isinstance(value, (type, nn.Module)):
+        _add_callable(digest, value)
+    else:
+        digest.update(type(value).__qualname__.encode())
+    digest.update(b"\x1f")

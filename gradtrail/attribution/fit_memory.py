@@ -66,7 +66,11 @@ class FitPlace:
     """Where one fit is looked for and kept: a folder, a memory, both or neither."""
 
     def __init__(
-        self, directory: str | Path | None, memory: FitMemory | None, checkpoint: int | None
+        self,
+        directory: str | Path | None,
+        memory: FitMemory | None,
+        checkpoint: int | None,
+        residency: str,
     ) -> None:
         """Look at nothing yet.
 
@@ -74,7 +78,9 @@ class FitPlace:
             directory: The user's folder, or None.
             memory: Keeps the last fit, or None.
             checkpoint: Number of the checkpoint, each of which has a folder of its own, or None.
+            residency: Where a fit's tensors must rest.
         """
+        self._residency = residency
         self._memory = memory
         self.directory = None if directory is None else Path(directory)
         if self.directory is not None and checkpoint is not None:
@@ -105,6 +111,8 @@ class FitPlace:
         if self._memory is not None and (self.directory is None or state is not None):
             fit = self._memory.recall(definition, state)
             if fit is not None:
+                if fit.tensors.residency != self._residency:
+                    fit.move_to(make())
                 return fit
         if state is None:
             return None

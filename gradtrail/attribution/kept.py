@@ -18,9 +18,6 @@ __all__ = ["KeptFactors", "kept_budget"]
 
 _SHARE = 3
 
-_SLAB_BYTES = 64 << 20
-_ALIGNED = 16  # numbers: every tensor starts at a cache line
-
 
 def kept_budget(given: int | None, device: torch.device) -> int:
     """Say how many bytes of training factors may be kept.
@@ -40,6 +37,9 @@ class KeptFactors:
 
     After the first batch the bytes of all are known well enough to decide; a later batch that
     goes beyond the budget ends the keeping too. Then everything is let go.
+
+    The tensors are kept as they are, which costs no copy. On the CPU the holes that a pass's own
+    tensors leave between them come on top, up to half as much again.
     """
 
     def __init__(self, num_rows: int, budget: int) -> None:
@@ -53,7 +53,6 @@ class KeptFactors:
         self._left = budget
         self._pieces: dict[str, list[tuple[Batch, LayerGradient]]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._slabs = _Slabs()
         self._batch_bytes = 0
         self._num_seen = 0
         self.places: list[Batch] = []
@@ -70,11 +69,11 @@ class KeptFactors:
         Args:
             place: The batch.
             name: The layer.
-            gradient: Its gradients, copied: the pass's own memory is used again for the next batch.
+            gradient: Its gradients; a tensor that is a small part of a larger one is copied.
         """
         if not self.active:
             return
-        gradient = map_tensors(gradient, self._copied)
+        gradient = map_tensors(gradient, self._held)
         self._pieces.setdefault(name, []).append((place, gradient))
 
     def close(self, place: Batch) -> None:
@@ -106,11 +105,12 @@ class KeptFactors:
                         return tensor.new_empty(0)
         return torch.empty(0)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor once, however many layers share it."""
+    def _held(self, tensor: Tensor) -> Tensor:
+        """Count a tensor once, however many layers share it."""
         if id(tensor) not in self._seen:
-            self._seen[id(tensor)] = (tensor, self._slabs.copy(tensor))
-            self._batch_bytes += tensor.nbytes
+            held = _compact(tensor)
+            self._seen[id(tensor)] = (tensor, held)
+            self._batch_bytes += held.untyped_storage().nbytes()
         return self._seen[id(tensor)][1]
 
     def pieces(self, name: str) -> list[tuple[Batch, LayerGradient]]:
@@ -128,7 +128,6 @@ class KeptFactors:
             The layer and its pieces.
         """
         self.active = False
-        self._slabs = _Slabs()
         while self._pieces:
             name = next(iter(self._pieces))
             yield name, self._pieces.pop(name)
@@ -136,28 +135,12 @@ class KeptFactors:
     def drop(self) -> None:
         """Let everything go."""
         self.active = False
-        self._slabs = _Slabs()
         self._pieces.clear()
         self._seen.clear()
         self.places.clear()
 
 
-class _Slabs:
-    """Memory for many tensors, asked for in large pieces: holes are left to nobody."""
-
-    def __init__(self) -> None:
-        self._slab: Tensor | None = None
-        self._used = 0
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor."""
-        if tensor.device.type != "cpu":
-            return tensor.clone()
-        count, slab = tensor.numel(), self._slab
-        if slab is None or slab.dtype != tensor.dtype or slab.numel() - self._used < count:
-            size = max(count, _SLAB_BYTES // tensor.element_size())
-            slab = self._slab = tensor.new_empty(size)
-            self._used = 0
-        room = slab[self._used : self._used + count].view(tensor.shape)
-        self._used += -(-count // _ALIGNED) * _ALIGNED
-        return room.copy_(tensor)
+def _compact(tensor: Tensor) -> Tensor:
+    """Copy a tensor that would keep much more memory than its own alive."""
+    storage = tensor.untyped_storage().nbytes()
+    return tensor.clone() if storage > 2 * tensor.nbytes else tensor

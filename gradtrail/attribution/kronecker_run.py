@@ -103,7 +103,8 @@ class KroneckerRun:
             max_factor_dim=options.limits[0],
             direct_fisher_max_params=options.limits[1],
         )
-        self._place = FitPlace(options.fisher_dir, options.memory, session.checkpoint)
+        residency = options.residency or "device"
+        self._place = FitPlace(options.fisher_dir, options.memory, session.checkpoint, residency)
         self._kept: KeptFactors | None = None
         self._tensors: Tensors | None = None
         self._energies: list[Tensor] = []
@@ -349,7 +350,6 @@ class KroneckerRun:
             if projection is None
             else [projection.kind, projection.dim, projection.seed],
             "loss": self._task.loss.name,
-            "limits": list(options.limits),
             "library_version": version("gradtrail"),
         }
         if options.fisher.kind == "sampled":

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradtrail.attribution.digest import code_digest
 from gradtrail.attribution.outputs import ModelOutputs, call_model, losses_of, model_outputs
 from gradtrail.hooks import batch_length, counted_labels
 from gradtrail.options import check_choice
@@ -95,8 +96,10 @@ class Loss(AbstractLoss):
 
     @property
     def name(self) -> str:
-        """What the user passed: a function's name, or ``"inferred"``, before and after a call."""
-        return "inferred" if self._function is None else _name_of(self._function, self._reduction)
+        """``"inferred"``, or the function's name with a digest of its code."""
+        if self._function is None:
+            return "inferred"
+        return f"{_name_of(self._function, self._reduction)} {code_digest(self._function)}"
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
         """Run the model on a batch.

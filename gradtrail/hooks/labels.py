@@ -39,8 +39,9 @@ def model_kind(model: nn.Module) -> str | None:
         config = getattr(module, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             return "encoder-decoder"
-        if any(part in name for name in names for part in (*_SHIFTED, "ForConditionalGeneration")):
-            return "causal"
-        if any(part in name for name in names for part in _UNSHIFTED):
-            return "position"
+        for name in names:  # the nearest class that says anything decides
+            if any(part in name for part in (*_SHIFTED, "ForConditionalGeneration")):
+                return "causal"
+            if any(part in name for part in _UNSHIFTED):
+                return "position"
     return None

@@ -125,12 +125,15 @@ class KFACCurvature(AbstractCurvature):
         layer: The layer's name, for errors.
         activation_cov_gjj: ``A``. Shape ``[g, j, j]``.
         gradient_cov_goo: ``S``. Shape ``[g, o, o]``.
+        input_inverses: Inverses of ``A`` by damping, filled as they are made; layers that read
+            one input may share them.
     """
 
     layer: str
     activation_cov_gjj: Tensor
     gradient_cov_goo: Tensor
-    _inverses: dict[Damping, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    input_inverses: dict[Damping, Tensor] = field(default_factory=dict)
+    _output_inverses: dict[Damping, Tensor] = field(default_factory=dict, init=False)
 
     def precondition(self, gradient: LayerGradient, damping: Damping) -> LayerGradient:
         """Multiply both sides by the damped inverses; factors stay factors."""
@@ -173,12 +176,13 @@ class KFACCurvature(AbstractCurvature):
         return trace_mean(self.activation_cov_gjj), trace_mean(self.gradient_cov_goo)
 
     def _inverted(self, damping: Damping) -> tuple[Tensor, Tensor]:
-        if damping not in self._inverses:
-            self._inverses[damping] = (
-                damped_inverse(self.activation_cov_gjj, damping, self.layer, "covariance A"),
-                damped_inverse(self.gradient_cov_goo, damping, self.layer, "covariance S"),
-            )
-        return self._inverses[damping]
+        for cov, held, what in (
+            (self.activation_cov_gjj, self.input_inverses, "covariance A"),
+            (self.gradient_cov_goo, self._output_inverses, "covariance S"),
+        ):
+            if damping not in held:
+                held[damping] = damped_inverse(cov, damping, self.layer, what)
+        return self.input_inverses[damping], self._output_inverses[damping]
 
 
 @final

@@ -35,7 +35,13 @@ _SHOWN = 5
 
 
 class Tensors(Protocol):
-    """Where a fit's tensors rest, such as a ``TensorCache``."""
+    """Where a fit's tensors rest, such as a ``TensorCache``.
+
+    Attributes:
+        residency: What kind of place it is.
+    """
+
+    residency: str
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Keep a tensor."""
@@ -81,6 +87,7 @@ class KroneckerFit:
     num_examples: int
     definition: dict[str, str] = field(default_factory=dict)
     records: dict[str, LayerRecord] = field(default_factory=dict)
+    _last_input: tuple[str, dict[Damping, Tensor]] = field(default=("", {}), init=False)
 
     def curvature(self, name: str) -> AbstractCurvature:
         """Bring one layer's curvature to the device.
@@ -94,7 +101,12 @@ class KroneckerFit:
         record = self.records[name]
         held = {role: self.tensors.get(key, self.device) for role, key in record.keys.items()}
         if record.kind == "kfac":
-            return KFACCurvature(name, held["activation_cov"], held["gradient_cov"])
+            key = record.keys["activation_cov"]
+            if self._last_input[0] != key:
+                self._last_input = (key, {})
+            return KFACCurvature(
+                name, held["activation_cov"], held["gradient_cov"], self._last_input[1]
+            )
         if record.kind == "ekfac":
             return EKFACCurvature(
                 name, held["activation_basis"], held["gradient_basis"], held["eigenvalues"]
@@ -222,6 +234,17 @@ class KroneckerFit:
         for name in self.records:
             rows += report_layer(name, self.curvature(name).spectra(), chosen)
         return FitReport(self.method, self.num_examples, tuple(rows))
+
+    def move_to(self, tensors: Tensors) -> None:
+        """Bring the tensors to another place and close the one they were in.
+
+        Args:
+            tensors: Where they go.
+        """
+        for key in dict.fromkeys(key for r in self.records.values() for key in r.keys.values()):
+            tensors.put(key, self.tensors.get(key))
+        self.tensors.close()
+        self.tensors = tensors
 
     def close(self) -> None:
         """Let go of the tensors; files that were made for them are deleted."""
