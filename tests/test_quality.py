@@ -121,7 +121,8 @@ def test_it_prints_writes_and_reads_its_truth(digits, tmp_path, capsys, monkeypa
 
 
 def test_curvature_predicts_retraining_better(digits):
-    """Measured on all of it: GradDot about .34, EK-FAC .53, the whole Gauss-Newton .60."""
-    found = digits.small(("graddot", "ekfac", "ekfac-cg"))
+    """Measured on all of it: GradDot .38, EK-FAC .53, the whole Gauss-Newton .61."""
+    # two models a half: with one, the rounding of another CPU can cost more than the margin
+    found = digits.small(("graddot", "ekfac", "ekfac-cg"), num_seeds=2)
     assert found["ekfac"] - found["graddot"] > 0.08, found
     assert found["ekfac-cg"] - found["ekfac"] > 0.03, found
