@@ -1012,7 +1012,7 @@ BAD = {
     "damping": ({"damping": -1.0}, "damping must be a finite number of at least 0, got -1.0"),
     "absolute default": (
         {"relative_damping": False}, "damping must be given with relative_damping=False"),
-    "empty sweep": ({"damping_sweep": []}, "damping_sweep must hold at least one damping"),
+    "empty sweep": ({"damping_sweep": []}, "damping_sweep must be a list of at least one damping"),
     "negative sweep": ({"damping_sweep": [0.1, -1]}, "damping must be a finite number"),
     "both": (
         {"damping": 0.1, "damping_sweep": [0.1]}, "damping must be None with damping_sweep, got"),

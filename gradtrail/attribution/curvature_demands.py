@@ -29,6 +29,7 @@ class PlanOptions:
         query_rank: Rank the queries are cut to, or None.
         residency: Where the fit's tensors rest.
         writes: Whether the fit is written to a folder.
+        refine_passes: Most passes of a refinement, for each damping.
     """
 
     corrected: bool
@@ -38,6 +39,7 @@ class PlanOptions:
     query_rank: int | None
     residency: str | None
     writes: bool
+    refine_passes: int = 0
 
 
 def curvature_demands(
@@ -81,6 +83,7 @@ def curvature_demands(
         kept_bytes=kept,
         disk_bytes=_ITEM * curvature if options.writes else 0,
         train_passes=1 if kept else fit_passes + chunks,
+        refine_passes=options.refine_passes * options.sets,
     )
 
 

@@ -27,9 +27,16 @@ from gradtrail.kronecker.conjugate import ConjugateSolution, Vectors, conjugate_
 from gradtrail.options import check_positive
 from gradtrail.progress import progress_bar
 
-__all__ = ["Preconditioner", "RefineOptions", "RefineReport", "gauss_newton_solve"]
+__all__ = [
+    "MAX_ITERATIONS",
+    "Preconditioner",
+    "RefineOptions",
+    "RefineReport",
+    "gauss_newton_solve",
+]
 
 Preconditioner = Callable[[str, Tensor, float], Tensor]
+MAX_ITERATIONS = 100
 _SHOWN = 5
 
 
@@ -52,7 +59,7 @@ class RefineOptions:
     damping: float | None = None
     relative_damping: bool = True
     tolerance: float = 1e-2
-    max_iterations: int = 100
+    max_iterations: int = MAX_ITERATIONS
     probes: int = 16
     seed: int = 0
 

@@ -22,6 +22,7 @@ from gradtrail.attribution.curvature_queries import QueryOptions
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.fisher import FisherKind, Sampler
 from gradtrail.attribution.fit_memory import FitMemory
+from gradtrail.attribution.gauss_newton import MAX_ITERATIONS
 from gradtrail.attribution.kronecker_run import KroneckerRun, RunOptions
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.measures import Demands, Measures
@@ -121,8 +122,10 @@ class KroneckerMethod(AbstractAttributor):
         """
         if self.damping_sweep is None:
             return (Damping.of(self.damping, relative=self.relative_damping),)
-        if not len(self.damping_sweep):
-            raise ValueError("damping_sweep must hold at least one damping, got none.")
+        if not isinstance(self.damping_sweep, (list, tuple)) or not self.damping_sweep:
+            raise ValueError(
+                f"damping_sweep must be a list of at least one damping, got {self.damping_sweep!r}."
+            )
         return tuple(
             Damping.of(strength, relative=self.relative_damping) for strength in self.damping_sweep
         )
@@ -165,6 +168,7 @@ class KroneckerMethod(AbstractAttributor):
             query_rank=self.query_rank,
             residency=self.factor_cache_residency,
             writes=self.fisher_dir is not None,
+            refine_passes=0 if self.refine is None else self.cg_max_iterations or MAX_ITERATIONS,
         )
         return curvature_demands(measures, session, treatments, options)
 
@@ -318,7 +322,15 @@ def asdict_shallow(options: KroneckerMethod) -> dict[str, Any]:
 
 
 METHODS["kfac"] = MethodEntry(
-    KroneckerMethod, {"corrected": False, "memory": None, "refine": None}, checkpoints=True
+    KroneckerMethod,
+    {
+        "corrected": False,
+        "memory": None,
+        "refine": None,
+        "cg_tolerance": None,
+        "cg_max_iterations": None,
+    },
+    checkpoints=True,
 )
 METHODS["ekfac"] = MethodEntry(
     KroneckerMethod, {"corrected": True, "memory": None}, checkpoints=True

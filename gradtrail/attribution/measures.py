@@ -47,6 +47,7 @@ class Demands:
         kept_bytes: Training factors that are kept on the device after the first pass.
         disk_bytes: Files that stay.
         train_passes: Passes over the training data.
+        refine_passes: Most passes that a refinement adds, each dearer.
     """
 
     query_bytes: int
@@ -55,6 +56,7 @@ class Demands:
     kept_bytes: int = 0
     disk_bytes: int = 0
     train_passes: int = 1
+    refine_passes: int = 0
 
 
 @dataclass(eq=False)

@@ -170,11 +170,14 @@ def make_method(
     if method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}. "
-            f"Near: {near_names(method, METHODS)}."
+            f"Near: {near_names(method.lower(), METHODS)}."
         )
     entry = METHODS[method]
     allowed = [f.name for f in fields(entry.build) if f.name not in entry.preset]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise ValueError(f"options of method {method!r} must be among {allowed}, got {unknown}.")
+        near = "; ".join(f"{name}: {near_names(name, allowed)}" for name in unknown[:3])
+        raise ValueError(
+            f"options of method {method!r} must be among {allowed}, got {unknown}. Near: {near}."
+        )
     return method, entry.build(**{**entry.preset, **options}), entry.checkpoints

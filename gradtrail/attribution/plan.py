@@ -42,6 +42,7 @@ class Plan:
         coverage: What is captured.
         curvature_bytes: Bytes of the fitted curvature, counted above where it rests.
         kept_bytes: Bytes of training factors kept on the device so that no pass is repeated.
+        refine_passes: Most passes over train that ``refine`` adds, one an iteration.
     """
 
     method: str
@@ -57,6 +58,7 @@ class Plan:
     coverage: Coverage
     curvature_bytes: int = 0
     kept_bytes: int = 0
+    refine_passes: int = 0
 
     def __str__(self) -> str:
         """The figures in words."""
@@ -64,13 +66,22 @@ class Plan:
             [
                 f"{self.method}: {self.num_train:,} training examples, {self.num_query:,} queries",
                 f"passes: {self.query_passes} over the queries, {self.train_passes} over train "
-                "(forward and output-gradient backward)",
+                "(forward and output-gradient backward)" + self._refinement(),
                 f"device: {_size(self.device_bytes)} above the model and one batch "
                 f"({_size(self.query_bytes)} of query gradients, {_size(self.layer_bytes)} for "
                 "the largest layer" + self._curvature() + ")",
                 f"host: {_size(self.host_bytes)}, scores among it; disk: {_size(self.disk_bytes)}",
                 f"covered share of parameters: {self.coverage.share:.1%}",
             ]
+        )
+
+    def _refinement(self) -> str:
+        """What a refinement adds, in words."""
+        if not self.refine_passes:
+            return ""
+        return (
+            f", and up to {self.refine_passes} over train for refine, each of about 1.5 to 1.9 "
+            "forwards and backwards a query"
         )
 
     def _curvature(self) -> str:
@@ -179,6 +190,7 @@ def _planned(
         coverage=coverage,
         curvature_bytes=needs.curvature_bytes,
         kept_bytes=needs.kept_bytes,
+        refine_passes=points * needs.refine_passes,
     )
 
 
