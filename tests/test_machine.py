@@ -50,8 +50,8 @@ def test_without_control_groups_there_is_no_limit(tmp_path):
 
 
 def test_version_2_limit(tmp_path):
-    own = {"proc/self/cgroup": "0::/work/job"}
-    write(tmp_path, own | v2("work/job", 4 * GIB, 3 * GIB, GIB))
+    own = {"proc/self/cgroup": "0::/group/job"}
+    write(tmp_path, own | v2("group/job", 4 * GIB, 3 * GIB, GIB))
     assert group_bytes(tmp_path) == 2 * GIB
 
 
