@@ -33,7 +33,7 @@ from gradtrail.interchange.inputs import (
     take_inputs,
 )
 from gradtrail.interchange.passes import collect_rows
-from gradtrail.interchange.query import check_trained, definition_of
+from gradtrail.interchange.query import check_same_model, check_trained, definition_of
 from gradtrail.interchange.site import Site, SiteTap, as_site, check_model, prepared, read_rows
 from gradtrail.interchange.subspace import LearnedSubspace, as_basis, check_width
 from gradtrail.options import check_choice
@@ -119,20 +119,8 @@ class ProjectionQuery(AbstractQuerySource):
         return f"negative projection at {self.site} on {self._kind}, {what}"
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse another model than the query's own.
-
-        Args:
-            model: The model that is attributed.
-
-        Raises:
-            ValueError: If it is another object.
-        """
-        if model is not self.model:
-            raise ValueError(
-                f"model must be the one that query was made with, got another "
-                f"{type(model).__name__}. Make the ProjectionQuery with it; for other weights "
-                "of one model pass checkpoints."
-            )
+        """Refuse another model than the query's own."""
+        check_same_model(self, model)
 
     def batches(self, size: int) -> Iterator[QueryBatch]:
         """Cut the inputs into batches.

@@ -44,7 +44,7 @@ from gradtrail.interchange.site import (
 from gradtrail.interchange.subspace import LearnedSubspace, as_basis, check_strength, interchange
 from gradtrail.options import check_choice
 
-__all__ = ["InterchangeQuery", "check_trained", "definition_of"]
+__all__ = ["InterchangeQuery", "check_same_model", "check_trained", "definition_of"]
 
 
 class InterchangeQuery(AbstractQuerySource):
@@ -133,20 +133,8 @@ class InterchangeQuery(AbstractQuerySource):
         )
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse another model than the query's own.
-
-        Args:
-            model: The model that is attributed.
-
-        Raises:
-            ValueError: If it is another object.
-        """
-        if model is not self.model:
-            raise ValueError(
-                f"model must be the one that query was made with, got another "
-                f"{type(model).__name__}. Make the InterchangeQuery with it; for other weights "
-                "of one model pass checkpoints."
-            )
+        """Refuse another model than the query's own."""
+        check_same_model(self, model)
 
     def batches(self, size: int) -> Iterator[QueryBatch]:
         """Cut the pairs into batches.
@@ -283,6 +271,24 @@ class InterchangeQuery(AbstractQuerySource):
         base = read_rows(activation, positions, count, "base_positions")
         value = interchange(base, self._source, self.basis.to(base.device), self.strength)
         return write_rows(activation, positions, value)
+
+
+def check_same_model(query: Any, model: nn.Module) -> None:  # noqa: ANN401
+    """Refuse another model than the one a query was made with.
+
+    Args:
+        query: A query with its ``model``.
+        model: The model that is attributed.
+
+    Raises:
+        ValueError: If it is another object.
+    """
+    if model is not query.model:
+        raise ValueError(
+            f"model must be the one that query was made with, got another {type(model).__name__}. "
+            f"Make the {type(query).__name__} with it; for other weights of one model pass "
+            "checkpoints."
+        )
 
 
 def check_trained(model: nn.Module) -> None:
