@@ -55,7 +55,6 @@ class KeptFactors:
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._batch_bytes = 0
         self._num_seen = 0
-        self.places: list[Batch] = []
         self.active = budget > 0
 
     @property
@@ -84,12 +83,12 @@ class KeptFactors:
         """
         if not self.active:
             return
-        self.places.append(place)
+        first = self._num_seen == 0
         self._num_seen += place.size
         self._left -= self._batch_bytes
         # batches differ in length: the mean of those seen says what the others will take
         to_come = self._num_rows - self._num_seen
-        expected = self._batch_bytes * to_come // place.size if len(self.places) == 1 else 0
+        expected = self._batch_bytes * to_come // place.size if first else 0
         if self._left < expected or self._left < 0:
             self.drop()
         self._seen.clear()
@@ -137,7 +136,6 @@ class KeptFactors:
         self.active = False
         self._pieces.clear()
         self._seen.clear()
-        self.places.clear()
 
 
 def _compact(tensor: Tensor) -> Tensor:

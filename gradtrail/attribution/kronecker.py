@@ -8,7 +8,7 @@ https://arxiv.org/abs/2308.03296.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,11 +218,8 @@ class KroneckerMethod(AbstractAttributor):
 
     def describe_options(self) -> dict[str, Any]:
         """Every option but the objects that cannot be written down."""
-        plain = {
-            name: value
-            for name, value in asdict_shallow(self).items()
-            if name not in ("corrected", "memory")
-        }
+        names = [field.name for field in fields(self) if field.name not in ("corrected", "memory")]
+        plain = {name: getattr(self, name) for name in names}
         plain["label_sampler"] = sampler_name(self.label_sampler)
         for name in ("diagonal", "fisher_dir"):
             plain[name] = None if plain[name] is None else str(plain[name])
@@ -314,11 +311,6 @@ class KroneckerMethod(AbstractAttributor):
             )
         elif self.query_rank is not None:
             raise ValueError("query_rank must be None with refine='cg', got both. Choose one.")
-
-
-def asdict_shallow(options: KroneckerMethod) -> dict[str, Any]:
-    """Fields by name, values as they are."""
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
 
 
 METHODS["kfac"] = MethodEntry(

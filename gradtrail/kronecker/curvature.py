@@ -340,12 +340,7 @@ def _with_constant(turned: LayerGradient, *, has_bias: bool) -> LayerGradient:
             has_bias=True,
             constant_bs=a_bsj[..., -1],
         )
-    return from_matrices(to_matrices_of(turned), has_bias=True)
-
-
-def to_matrices_of(factors: LayerGradient) -> Tensor:
-    """Write out factors without a bias as matrices. Shape ``[b, g, o, j]``."""
-    return to_matrices(to_dense(factors), factors.groups)
+    return from_matrices(to_matrices(to_dense(turned), turned.groups), has_bias=True)
 
 
 def _has_bias(gradient: LayerGradient) -> bool:
