@@ -734,7 +734,9 @@ def test_bases_that_do_not_fit_are_refused(function, basis, error, match):
 
 
 def test_basis_nearly_orthonormal_is_taken():
-    logits(basis=(1 + 2e-5) * torch.eye(6)[:, :2])
+    exact, near = torch.eye(6)[:, :2], (1 + 2e-5) * torch.eye(6)[:, :2]
+    torch.testing.assert_close(logits(basis=near), logits(basis=exact), rtol=0, atol=1e-3)
+    assert not torch.equal(logits(basis=near), logits(basis=exact)), "taken as it is"
 
 
 @pytest.mark.parametrize(
