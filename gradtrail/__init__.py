@@ -18,6 +18,7 @@ from gradtrail.errors import (
     CaptureError,
     CurvatureError,
     GradTrailWarning,
+    StoreError,
     UnsupportedLayerError,
 )
 from gradtrail.factors import Projection
@@ -41,6 +42,7 @@ __all__ = [
     "MergedSteps",
     "Plan",
     "Projection",
+    "StoreError",
     "UnsupportedLayerError",
     "attribute",
     "check",

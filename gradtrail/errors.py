@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "CurvatureError", "GradTrailWarning", "UnsupportedLayerError"]
+__all__ = [
+    "CaptureError",
+    "CurvatureError",
+    "GradTrailWarning",
+    "StoreError",
+    "UnsupportedLayerError",
+]
 
 
 class CaptureError(RuntimeError):
@@ -11,6 +17,10 @@ class CaptureError(RuntimeError):
 
 class CurvatureError(RuntimeError):
     """A curvature that cannot be accumulated, decomposed, inverted or read back."""
+
+
+class StoreError(RuntimeError):
+    """A store on disk that is damaged, of another kind, or of another capture than asked for."""
 
 
 class UnsupportedLayerError(NotImplementedError):

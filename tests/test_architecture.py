@@ -19,7 +19,7 @@ PACKAGE = "gradtrail"
 # Lowest level first. A room imports itself and strictly lower levels: rooms of one level are
 # siblings. docs/architecture.md shows the same list, highest first.
 LEVELS = (
-    ("errors", "options", "machine", "distributed", "progress", "reference"),
+    ("errors", "options", "machine", "files", "distributed", "progress", "reference"),
     ("factors",),
     ("hooks", "store", "kronecker"),
     ("callbacks",),
