@@ -2,16 +2,23 @@
 
 from gradtrail.attribution import (
     AttributionScores,
+    Attributor,
+    CachedGradients,
     CheckReport,
     EKFACAttributor,
     InnerProductAttributor,
     KFACAttributor,
     Plan,
     attribute,
+    attribute_from_cache,
+    cache,
+    cache_preconditioned_query,
     check,
     coverage,
     plan,
+    search,
     self_influence,
+    self_influence_from_cache,
 )
 from gradtrail.callbacks import AbstractStepCallback, GradTrailCallback, MergedSteps
 from gradtrail.errors import (
@@ -23,12 +30,15 @@ from gradtrail.errors import (
 )
 from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, HookManager, example_id
+from gradtrail.store import GradientStore, StepStore
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AbstractStepCallback",
     "AttributionScores",
+    "Attributor",
+    "CachedGradients",
     "CaptureError",
     "CheckReport",
     "Coverage",
@@ -36,18 +46,25 @@ __all__ = [
     "EKFACAttributor",
     "GradTrailCallback",
     "GradTrailWarning",
+    "GradientStore",
     "HookManager",
     "InnerProductAttributor",
     "KFACAttributor",
     "MergedSteps",
     "Plan",
     "Projection",
+    "StepStore",
     "StoreError",
     "UnsupportedLayerError",
     "attribute",
+    "attribute_from_cache",
+    "cache",
+    "cache_preconditioned_query",
     "check",
     "coverage",
     "example_id",
     "plan",
+    "search",
     "self_influence",
+    "self_influence_from_cache",
 ]

@@ -36,11 +36,16 @@ MAX_PUBLIC_METHODS = 12
 MANY_PARAMETERS: dict[str, str] = {
     "gradtrail.attribution.api.attribute": "the one-call entry point",
     "gradtrail.attribution.api.self_influence": "the one-call entry point",
+    "gradtrail.attribution.cached.cache": "the one-call entry point",
     "gradtrail.attribution.plan.plan": "takes what attribute takes",
     "gradtrail.callbacks.trainer.GradTrailCallback.__init__": "takes what HookManager takes",
-    "gradtrail.attribution.kronecker_api.KroneckerAttributor.__init__": "as attribute",
+    "gradtrail.attribution.bound.AbstractBoundAttributor.__init__": "as attribute",
+    "gradtrail.attribution.from_cache.attribute_from_cache": "the one-call entry point",
+    "gradtrail.attribution.from_cache.self_influence_from_cache": "the one-call entry point",
+    "gradtrail.attribution.preconditioned.cache_preconditioned_query": "as attribute_from_cache",
     "gradtrail.attribution.gauss_newton.gauss_newton_solve": "a linear system: data, loss, "
     "right-hand sides, preconditioner, options",
+    "gradtrail.attribution.search.search": "takes what attribute_from_cache takes of stores",
     "gradtrail.hooks.manager.HookManager.__init__": "spelled out by its issue, keyword-only",
     "gradtrail.callbacks.selection.DataSelectionCallback.__init__": "spelled out by its issue",
     "gradtrail.callbacks.selection_two_pass.TwoPassSelection.__init__": "takes the same options",

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from gradtrail.machine import free_bytes
 from gradtrail.store import TensorCache
 from gradtrail.store.cache import RESIDENCIES
-from gradtrail.store.folder import FILE_DTYPES
+from gradtrail.store.held import FILE_DTYPES
 
 CPU = torch.device("cpu")
 

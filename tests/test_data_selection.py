@@ -5,7 +5,6 @@ import copy
 import gc
 import importlib.util
 import re
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -759,38 +758,6 @@ def test_what_a_manager_must_not_do():
     attached = HookManager(model, loss_reduction="mean", callbacks=[callback]).collect()
     with attached, pytest.raises(RuntimeError, match="must be attached once"):
         enter()
-
-
-RANK = """
-import sys
-import torch
-from torch import nn
-from gradtrail import HookManager
-from gradtrail.callbacks import DataSelectionCallback
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.distributed.init_process_group(
-    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-)
-model = nn.Sequential(nn.Linear(2, 2))
-try:
-    HookManager(model, callbacks=[DataSelectionCallback(model)]).collect().__enter__()
-except RuntimeError as error:
-    print(error)
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_several_processes_are_refused(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        assert "must run in one process, got 2" in process.communicate(timeout=120)[0]
 
 
 @pytest.mark.parametrize("spoil", ["penalty", "hook"])

@@ -30,7 +30,7 @@ from gradtrail.attribution import curvature_fit, fit_memory, kept, kronecker_run
 from gradtrail.attribution.fit_memory import FitMemory
 from gradtrail.kronecker import FIT_FILE
 from gradtrail.store import TensorCache
-from gradtrail.store import cache as cache_module
+from gradtrail.store import held as cache_module
 
 plan_module = importlib.import_module("gradtrail.attribution.plan")
 F64 = torch.float64

@@ -42,7 +42,6 @@ from gradtrail.kronecker import (
     signature,
     to_matrices,
 )
-from gradtrail.kronecker import fit_file as fit_file_module
 from gradtrail.kronecker import moments as moments_module
 from gradtrail.kronecker.damping import inverted, unseen_below
 from gradtrail.kronecker.matrices import from_matrices, turn_factors, turned_matrices
@@ -937,7 +936,7 @@ def test_nothing_half_written_is_left(saved, monkeypatch):
     def fail(_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(fit_file_module.os, "fsync", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         save_fit(fit, folder, {})
     assert names_in(folder) == [FIT_FILE]

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from gradtrail.attribution.cached_open import opened_cache, prepare, runs_model
+from gradtrail.attribution.cached_options import (
+    CacheOptions,
+    CacheResidency,
+    CaptureForm,
+    cache_options,
+)
 from gradtrail.attribution.checkpoints import Checkpoint
 from gradtrail.attribution.data import Collate, as_rows
 from gradtrail.attribution.ensembles import score_checkpoints
 from gradtrail.attribution.finite import warn_not_finite
 from gradtrail.attribution.losses import LossReduction, resolve_loss
 from gradtrail.attribution.method import AbstractAttributor, Task, make_method
-from gradtrail.attribution.query_source import as_queries, query_loss_of
+from gradtrail.attribution.query_source import as_queries, head_of, query_loss_of
 from gradtrail.attribution.scores import AttributionScores
 from gradtrail.attribution.session import Session
 from gradtrail.attribution.setup import (
@@ -53,6 +61,10 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     checkpoint_weights: Sequence[float] | None = None,
     granularity: Literal["example", "token"] = "example",
     projection: Projection | str | int | None = None,
+    gradient_cache_residency: CacheResidency | None = None,
+    cache_dir: str | Path | None = None,
+    capture: CaptureForm = "factored",
+    cache_dtype: str | torch.dtype | None = None,
     progress: bool = True,
     seed: int = 0,
     **method_options: Any,  # noqa: ANN401
@@ -70,6 +82,17 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     or an ``(inputs, targets)`` pair. For a measurement that should go up pass its negative
     as ``query_loss``. Layers are named by glob patterns on dotted names, module types or callables
     ``(name, module) -> bool``; a pattern that names a container takes everything in it.
+
+    A method that reads the training data several times (a curvature's fit, chunks of queries) runs
+    the model in every pass, unless the gradients fit in memory (``gradient_budget``). With
+    ``gradient_cache_residency`` they are kept in a store while the first pass captures and uses
+    them, and every later pass reads them: the model passes over ``train`` once. A ``cache_dir``
+    stays: after a kill the same call goes on, a complete one is read without a forward over
+    ``train``, and one of other weights, data or options is refused. Only gradients of the data's
+    own labels are kept: the passes of ``fisher="expected"`` and ``"sampled"`` and of
+    ``refine="cg"`` run the model as ever, and the scoring passes alone are spared; a method with
+    one pass gains only what stays in ``cache_dir``. Scores are those of the gradients as kept:
+    ``cache_dtype`` rounds them in the first pass too.
 
     Args:
         model: The trained model.
@@ -91,6 +114,11 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         checkpoint_weights: One factor a checkpoint (TracIn: the learning rate); None means 1.
         granularity: ``"token"`` gives one share a position, ``[n, s, q]``.
         projection: A ``Projection``, its kind, or the side of a factored one.
+        gradient_cache_residency: Keeps the training gradients: in ``"memory"``, on ``"disk"``, or
+            ``"tiered"``, in memory as far as it reaches; None keeps none.
+        cache_dir: Folder in which they stay; None: they are removed when the call ends.
+        capture: ``"factored"``, ``"materialized"``, or ``"auto"`` for the smaller of the two.
+        cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None keeps the model's.
         progress: Whether bars are shown.
         seed: Seed of a projection given by kind or side.
         **method_options: Options of the method, such as ``normalize``.
@@ -116,6 +144,8 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         per_token=granularity == "token",
     )
     check_positive("query_batch_size", task.query_batch_size)
+    caching = (gradient_cache_residency, cache_dir, capture, cache_dtype)
+    kept = cache_options(*caching, per_token=task.per_token)
     _check_checkpoints(name, checkpoints, checkpoint_weights, over_checkpoints=over_checkpoints)
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
@@ -125,17 +155,13 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         attributor,
         checkpoints,
         checkpoint_weights,
-        lambda: _score(session, attributor, task),
+        lambda: _score(session, attributor, task, kept),
     )
     options = recorded_options(session, attributor, task, checkpoints, checkpoint_weights)
     make = partial(
         _result, name=name, task=task, coverage=session.selection.coverage, lengths=lengths
     )
-    if attributor.sweep is None:
-        return make(values, options=options)
-    sets = values.unflatten(-1, (len(attributor.sweep), -1)).unbind(-2)
-    pairs = zip(attributor.sweep, sets, strict=True)
-    return {key: make(part, options={**options, "damping": key}) for key, part in pairs}
+    return _results(values, attributor.sweep, options, make)
 
 
 def self_influence(  # noqa: PLR0913  # the one-call entry point
@@ -153,6 +179,10 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     checkpoints: Sequence[Checkpoint] | None = None,
     checkpoint_weights: Sequence[float] | None = None,
     projection: Projection | str | int | None = None,
+    gradient_cache_residency: CacheResidency | None = None,
+    cache_dir: str | Path | None = None,
+    capture: CaptureForm = "factored",
+    cache_dtype: str | torch.dtype | None = None,
     progress: bool = True,
     seed: int = 0,
     **method_options: Any,  # noqa: ANN401
@@ -175,6 +205,10 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
         checkpoints: As in ``attribute``.
         checkpoint_weights: As in ``attribute``.
         projection: As in ``attribute``.
+        gradient_cache_residency: As in ``attribute``.
+        cache_dir: As in ``attribute``.
+        capture: As in ``attribute``.
+        cache_dtype: As in ``attribute``.
         progress: Whether a bar is shown.
         seed: As in ``attribute``.
         **method_options: Options of the method.
@@ -184,6 +218,7 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     """
     name, attributor, over_checkpoints = make_method(method, method_options)
     check_positive("batch_size", batch_size)
+    kept = cache_options(gradient_cache_residency, cache_dir, capture, cache_dtype)
     rows = as_rows(train, "train", collate_fn, padding_id(model))
     resolved = resolve_loss(loss, loss_reduction)
     _check_checkpoints(name, checkpoints, checkpoint_weights, over_checkpoints=over_checkpoints)
@@ -192,9 +227,12 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     session = make_session(model, selection, device, projection, seed, progress=progress)
 
     def score() -> tuple[Tensor, None]:
-        with session.opened(rows, resolved):
-            values = attributor.self_score(session, rows, resolved, batch_size).cpu().double()
-            warn_not_finite(values, session, (rows, resolved))
+        with opened_cache(session, attributor, (rows, resolved), batch_size, kept) as cache:
+            probe = rows if runs_model(cache, session, attributor, rows) else head_of(rows, 0)
+            with session.opened(probe, resolved):
+                prepare(cache, session, attributor, batch_size)
+                values = attributor.self_score(session, rows, resolved, batch_size).cpu().double()
+                warn_not_finite(values, session, (rows, resolved))
         return values, None
 
     total, _ = score_checkpoints(session, attributor, checkpoints, checkpoint_weights, score)
@@ -229,16 +267,32 @@ def coverage(
 
 
 def _score(
-    session: Session, attributor: AbstractAttributor, task: Task
+    session: Session, attributor: AbstractAttributor, task: Task, kept: CacheOptions | None
 ) -> tuple[Tensor, Tensor | None]:
     """Score with the weights that are in the model now."""
-    probe, loss = (task.train, task.loss) if len(task.train) else (task.query, task.query_loss)
-    own = task.query_loss is not task.loss and len(task.query)
-    with session.opened(probe, loss, (task.query, task.query_loss) if own else None):
-        values, lengths = attributor.score(session, task)
-        train, query = (task.train, task.loss), (task.query, task.query_loss)
-        warn_not_finite(values, session, train, query)
+    train, query = (task.train, task.loss), (task.query, task.query_loss)
+    with opened_cache(session, attributor, train, task.batch_size, kept) as cache:
+        probe, loss = train if runs_model(cache, session, attributor, task.train) else query
+        own = task.query_loss is not loss and len(task.query)
+        with session.opened(probe, loss, query if own else None):
+            prepare(cache, session, attributor, task.batch_size)
+            values, lengths = attributor.score(session, task)
+            warn_not_finite(values, session, train, query)
     return values, lengths
+
+
+def _results(
+    values: Tensor,
+    sweep: Sequence[float] | None,
+    options: dict[str, Any],
+    make: Callable[..., AttributionScores],
+) -> AttributionScores | dict[float, AttributionScores]:
+    """Wrap the scores, those of each strength of a sweep on their own."""
+    if sweep is None:
+        return make(values, options=options)
+    sets = values.unflatten(-1, (len(sweep), -1)).unbind(-2)
+    pairs = zip(sweep, sets, strict=True)
+    return {key: make(part, options={**options, "damping": key}) for key, part in pairs}
 
 
 def _result(

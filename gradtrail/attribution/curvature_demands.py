@@ -73,18 +73,27 @@ def curvature_demands(
     chunks = 1
     if options.corrected or options.query_rank is not None:
         chunks = num_parts(query_bytes, measures.num_query, measures.budget)
-    budget = kept_budget(options.gradient_budget, session.device) if options.keeps else 0
+    caches = measures.kept is not None
+    keeps = options.keeps and not caches
+    budget = kept_budget(options.gradient_budget, session.device) if keeps else 0
     kept = measures.train_bytes if measures.train_bytes <= budget else 0
-    fit_passes = 2 if options.corrected else 1
     return Demands(
         query_bytes=query_bytes // chunks,
         curvature_bytes=_ITEM * curvature,
         curvature_on=_RESTS[options.residency],
         kept_bytes=kept,
         disk_bytes=_ITEM * curvature if options.writes else 0,
-        train_passes=1 if kept else fit_passes + chunks,
+        train_passes=1 if kept else _train_passes(options, chunks, caches=caches),
         refine_passes=options.refine_passes * options.sets,
     )
+
+
+def _train_passes(options: PlanOptions, chunks: int, *, caches: bool) -> int:
+    """Passes of the model over train: a cache serves all that read the data's own gradients."""
+    fit_passes = 2 if options.corrected else 1
+    if caches:
+        return 1 if options.keeps else fit_passes + 1
+    return fit_passes + chunks
 
 
 def _curvature_entries(

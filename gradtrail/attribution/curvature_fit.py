@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from gradtrail.attribution.curvature_layers import Treatment
@@ -12,16 +13,20 @@ from gradtrail.attribution.data import Rows
 from gradtrail.attribution.fisher import FisherKind, Sampler, fisher_loss
 from gradtrail.attribution.kept import KeptFactors
 from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.pass_cache import Attached
 from gradtrail.attribution.session import Batch, Session
+from gradtrail.attribution.stored import StoredRows
 from gradtrail.factors import LayerGradient
 from gradtrail.kronecker import (
     CorrectedMoments,
     CovarianceAccumulator,
     DenseMoments,
     DiagonalMoments,
+    KroneckerFactors,
     KroneckerFit,
     Scratch,
     Tensors,
+    covariances_from,
 )
 
 __all__ = ["FisherOptions", "FitTask", "fit_bases", "fit_eigenvalues", "sampler_name"]
@@ -56,7 +61,7 @@ class FitTask:
     Attributes:
         rows: The training data.
         loss: Its loss.
-        batch_size: Rows a batch.
+        batch_size: Rows a batch; None takes the blocks of a store as they are.
         corrected: Whether the eigenvalues are corrected (EK-FAC).
         fisher: Which Fisher.
         treatments: Kind of curvature by layer.
@@ -66,7 +71,7 @@ class FitTask:
 
     rows: Rows
     loss: Loss
-    batch_size: int
+    batch_size: int | None
     corrected: bool
     fisher: FisherOptions
     treatments: Mapping[str, Treatment]
@@ -79,8 +84,17 @@ class FitTask:
         stage: str,
         sink: Callable[[Batch, str, LayerGradient], None],
         done: Callable[[Batch], None] | None,
+        layers: Sequence[str] | None = None,
     ) -> None:
-        """Run one pass with this Fisher's labels; another stage draws afresh."""
+        """Run one pass with this Fisher's labels; another stage draws afresh.
+
+        Args:
+            session: The open session.
+            stage: What the pass is for.
+            sink: Receives ``(batch, layer name, gradient)``.
+            done: Called after each backward, or None.
+            layers: The layers that are of use, where a pass can read fewer; None: all.
+        """
         loss = fisher_loss(
             self.fisher.kind,
             self.loss,
@@ -89,15 +103,19 @@ class FitTask:
             stage=stage,
             sampler=self.fisher.sampler,
         )
-        session.capture(
-            self.rows, loss, batch_size=self.batch_size, phase=stage, sink=sink, done=done
-        )
+        rows = self.rows
+        if layers is not None and isinstance(rows, StoredRows):
+            rows = rows.of_layers([name for name in layers if name in rows.layers])
+        session.capture(rows, loss, batch_size=self.batch_size, phase=stage, sink=sink, done=done)
 
 
 def fit_bases(
     session: Session, task: FitTask, tensors: Tensors, kept: KeptFactors | None
 ) -> KroneckerFit:
     """Accumulate covariances in one pass, and decompose them where eigenvalues are corrected.
+
+    Covariances that were accumulated while the gradients were stored are taken as they are; then
+    only the other layers are read, and nothing where there are none.
 
     Args:
         session: The open session.
@@ -108,43 +126,105 @@ def fit_bases(
     Returns:
         A fit that is whole but for corrected eigenvalues.
     """
-    covariances = CovarianceAccumulator(max_side=task.max_factor_dim)
-    direct: dict[str, DenseMoments | DiagonalMoments] = {}
+    sums = _Sums(task, _attached(session, task))
 
     def add(place: Batch, name: str, gradient: LayerGradient) -> None:
         if kept is not None:
             kept.add(place, name, gradient)
-        treatment = task.treatments[name]
-        if treatment == "kronecker":
-            covariances.add(name, gradient)
-            return
-        if name not in direct:
-            direct[name] = (
-                DiagonalMoments()
-                if treatment == "diagonal"
-                else DenseMoments(name, max_params=task.direct_fisher_max_params)
-            )
-        direct[name].add(gradient)
+        sums.add(name, gradient)
 
     def done(place: Batch) -> None:
-        covariances.end_backward()
+        sums.covariances.end_backward()
         if kept is not None:
             kept.close(place)
 
-    task.capture(session, "covariances", add, done)
+    if sums.missing or kept is not None:
+        task.capture(session, "covariances", add, done, sums.missing if kept is None else None)
     count = len(task.rows)
     fit = KroneckerFit("ekfac" if task.corrected else "kfac", tensors, session.device, count)
-    for name, moments in direct.items():
+    for name, moments in sums.direct.items():
         if isinstance(moments, DenseMoments):
             fit.add_direct(name, "dense", moments.sum_dd.div_(count))
         else:
             fit.add_direct(name, "diagonal", moments.sum_d.div_(count))
-    found = covariances.result(count)
+    found = {**sums.attached, **sums.covariances.result(count)}
+    sums.attached.clear()
     if task.corrected:
         fit.add_bases(found, progress=session.progress)
     else:
         fit.add_covariances(found)
     return fit
+
+
+class _Sums:
+    """What one pass adds up, beside the covariances that need none.
+
+    Attributes:
+        attached: Covariances that were accumulated before, by layer.
+        covariances: Covariances of the other layers.
+        direct: Second moments of layers without Kronecker structure.
+    """
+
+    attached: dict[str, KroneckerFactors]
+    covariances: CovarianceAccumulator
+    direct: dict[str, DenseMoments | DiagonalMoments]
+
+    def __init__(self, task: FitTask, attached: dict[str, KroneckerFactors]) -> None:
+        """Start with what is there."""
+        self._task = task
+        self.attached = attached
+        self.covariances = CovarianceAccumulator(max_side=task.max_factor_dim)
+        self.direct = {}
+
+    @property
+    def missing(self) -> list[str]:
+        """Layers that must be read."""
+        return [name for name in self._task.treatments if name not in self.attached]
+
+    def add(self, name: str, gradient: LayerGradient) -> None:
+        """Take one layer of one batch."""
+        if name in self.attached:
+            return
+        treatment = self._task.treatments[name]
+        if treatment == "kronecker":
+            self.covariances.add(name, gradient)
+            return
+        if name not in self.direct:
+            self.direct[name] = (
+                DiagonalMoments()
+                if treatment == "diagonal"
+                else DenseMoments(name, max_params=self._task.direct_fisher_max_params)
+            )
+        self.direct[name].add(gradient)
+
+
+def _attached(session: Session, task: FitTask) -> dict[str, KroneckerFactors]:
+    """Covariances that need no pass, of the layers that are to have some."""
+    if task.fisher.kind != "empirical":
+        return {}  # those were accumulated at the data's labels
+    attached = session.covariances(task.rows, task.loss)
+    return {} if attached is None else _chosen(attached, task.treatments, session.device)
+
+
+def _chosen(
+    attached: Attached, treatments: Mapping[str, Treatment], device: torch.device
+) -> dict[str, KroneckerFactors]:
+    """The covariances of some layers; a shared input goes by its first layer among these."""
+    first: dict[str, tuple[str, Tensor]] = {}
+    chosen = {}
+    for name, factors in covariances_from(*attached).items():
+        if treatments.get(name) != "kronecker":
+            continue
+        if factors.input_of not in first:
+            first[factors.input_of] = name, factors.activation_cov_gii.to(device)
+        input_of, activation_cov_gii = first[factors.input_of]
+        chosen[name] = replace(
+            factors,
+            activation_cov_gii=activation_cov_gii,
+            gradient_cov_goo=factors.gradient_cov_goo.to(device),
+            input_of=input_of,
+        )
+    return chosen
 
 
 def fit_eigenvalues(
@@ -180,7 +260,7 @@ def fit_eigenvalues(
             sums[name] = CorrectedMoments.like(bases)
         sums[name].add(bases, gradient, scratch)
 
-    task.capture(session, "eigenvalues", add, None)
+    task.capture(session, "eigenvalues", add, None, names)
     for name in names:
         fit.add_eigenvalues(name, _mean(sums.pop(name, None), fit, name, count))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -13,7 +14,15 @@ from gradtrail.errors import CurvatureError, GradTrailWarning
 from gradtrail.factors import Projection
 from gradtrail.hooks import LayerChoice, Selection, Unit, select_layers
 
-__all__ = ["LayerRules", "Treatment", "choose_curvature"]
+__all__ = [
+    "LayerRules",
+    "Treatment",
+    "choose_curvature",
+    "output_layers",
+    "refuse_none",
+    "refuse_wide",
+    "tell_direct",
+]
 
 Treatment: TypeAlias = Literal["kronecker", "dense", "diagonal"]
 
@@ -59,16 +68,14 @@ def choose_curvature(
             layers are chosen.
 
     Returns:
-        The layers that are captured, and the treatment of each.
-
-    Raises:
-        CurvatureError: If a side is too long to be allocated, or nothing is left.
+        The layers that are captured, and the treatment of each. A side that is too long to be
+        allocated, and nothing being left, raise ``CurvatureError``.
     """
     diagonal = _named(model, selection, rules.diagonal)
     output = None if selection.explicit else _output_embedding(model)
     treatments: dict[str, Treatment] = {}
     dropped: dict[str, str] = {}
-    wide: list[str] = []
+    wide: dict[str, int] = {}
     eligible = 0
     for unit in selection.units:
         sides = None if _is_written(unit, projection) else _sides(unit)
@@ -80,7 +87,7 @@ def choose_curvature(
             treatments[unit.name] = "kronecker"
             side = max(sides) if projection is None else min(max(sides), projection.dim)
             if side > rules.max_factor_dim:
-                wide.append(f"{unit.name} ({side:,}, {4 * side * side / 2**30:,.1f} GiB)")
+                wide[unit.name] = side
         elif rules.non_kronecker == "ignore":
             dropped[unit.name] = "no Kronecker structure (non_kronecker='ignore')"
         else:
@@ -93,34 +100,71 @@ def choose_curvature(
                 )
             else:
                 treatments[unit.name] = "dense"
-    if wide:
-        raise CurvatureError(
-            f"Layers must have sides of at most max_factor_dim={rules.max_factor_dim}, got "
-            f"{', '.join(wide[:_SHOWN])} for a covariance. Leave them out with exclude=, give them "
-            "diagonal= treatment, compress them with projection=, or raise max_factor_dim."
-        )
+    refuse_wide(wide, rules.max_factor_dim)
     if tell and rules.non_kronecker == "direct":
-        _tell_direct(treatments, eligible)
+        tell_direct(treatments, eligible)
     return _without(selection, treatments, dropped), treatments
 
 
-def _without(
-    selection: Selection, treatments: dict[str, Treatment], dropped: dict[str, str]
-) -> Selection:
+def refuse_wide(wide: Mapping[str, int], limit: int) -> None:
+    """Refuse covariances of sides that are too long.
+
+    Args:
+        wide: The side by layer.
+        limit: The user's ``max_factor_dim``.
+
+    Raises:
+        CurvatureError: If there is one.
+    """
+    if wide:
+        listed = [
+            f"{name} ({side:,}, {4 * side * side / 2**30:,.1f} GiB)" for name, side in wide.items()
+        ]
+        raise CurvatureError(
+            f"Layers must have sides of at most max_factor_dim={limit}, got "
+            f"{', '.join(listed[:_SHOWN])} for a covariance. Leave them out with exclude=, give "
+            "them diagonal= treatment, compress them with projection=, or raise max_factor_dim."
+        )
+
+
+def refuse_none(treatments: Mapping[str, Treatment], dropped: Mapping[str, str]) -> None:
+    """Refuse a choice that leaves no layer.
+
+    Args:
+        treatments: What is left.
+        dropped: By layer, why it is not.
+
+    Raises:
+        CurvatureError: If nothing is left.
+    """
     if not treatments:
         shown = "; ".join(f"{name}: {reason}" for name, reason in list(dropped.items())[:_SHOWN])
         raise CurvatureError(
             f"The model must have a layer with Kronecker structure, got none: {shown}. Choose "
             "other layers, non_kronecker='direct' or diagonal=."
         )
+
+
+def _without(
+    selection: Selection, treatments: dict[str, Treatment], dropped: dict[str, str]
+) -> Selection:
+    refuse_none(treatments, dropped)
     units = tuple(unit for unit in selection.units if unit.name in treatments)
     return replace(
         selection, units=units, coverage=selection.coverage.without_layers(dropped, "left out")
     )
 
 
-def _tell_direct(treatments: dict[str, Treatment], eligible: int) -> None:
-    """Say how many of the eligible layers get a dense Fisher, or that there are none."""
+def tell_direct(treatments: Mapping[str, Treatment], eligible: int) -> None:
+    """Say how many of the eligible layers get a dense Fisher, or that there are none.
+
+    Args:
+        treatments: Kind of curvature by layer.
+        eligible: Number of layers without Kronecker structure.
+
+    Raises:
+        CurvatureError: If there are none.
+    """
     direct = sum(treatment == "dense" for treatment in treatments.values())
     if not eligible:
         raise CurvatureError(
@@ -148,6 +192,24 @@ def _named(model: nn.Module, selection: Selection, choice: LayerChoice) -> set[s
             "Name them with layers= too, or leave diagonal out."
         )
     return names
+
+
+def output_layers(model: nn.Module, selection: Selection) -> tuple[str, ...]:
+    """Name the captured layers that are the output embedding.
+
+    Args:
+        model: The model.
+        selection: The captured layers.
+
+    Returns:
+        Their names, mostly one or none.
+    """
+    output = _output_embedding(model)
+    return tuple(
+        unit.name
+        for unit in selection.units
+        if output is not None and any(owner.module is output for owner in unit.owners)
+    )
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:

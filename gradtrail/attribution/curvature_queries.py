@@ -5,7 +5,7 @@ Suffixes: q query, o output, j input with the constant of the bias, r rank, d en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrail.attribution.memory import large_zeros
+from gradtrail.attribution.queries import compact_form
 from gradtrail.factors import (
     DenseGradient,
     LayerGradient,
@@ -33,6 +34,7 @@ from gradtrail.kronecker import Damping, KroneckerFit, to_matrices
 __all__ = [
     "PreparedQueries",
     "QueryOptions",
+    "compact_queries",
     "num_parts",
     "precondition_queries",
     "query_chunks",
@@ -165,6 +167,34 @@ def precondition_queries(
         budget -= taken
     energy = None if total is None else torch.where(total > 0, kept / total, torch.ones_like(kept))
     return PreparedQueries(found, energy)
+
+
+def compact_queries(
+    fit: KroneckerFit,
+    name: str,
+    gradients: Iterable[LayerGradient],
+    damping: Damping,
+    rank: int | None,
+) -> Iterator[LayerGradient]:
+    """Apply one layer's damped inverse to batch after batch of queries, for keeping.
+
+    Args:
+        fit: The fit.
+        name: The layer.
+        gradients: Raw gradients of each batch.
+        damping: What is added to the spectrum.
+        rank: Rank to cut to, or None.
+
+    Yields:
+        Each batch's result, in the smaller form.
+    """
+    curvature = fit.curvature(name)
+    for gradient in gradients:
+        done = curvature.precondition(gradient, damping)
+        if rank is not None:
+            done, _, _ = _cut(done, fit.groups(name), rank)
+        count = done.num_examples
+        yield to_dense(done) if compact_form(done, 0, count, 0)[0] else done
 
 
 def _in_best_form(

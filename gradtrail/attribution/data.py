@@ -37,16 +37,17 @@ class Rows:
         """Make one batch of the rows with these numbers."""
         return self.collate([self.dataset[number] for number in numbers])
 
-    def batches(self, size: int) -> Iterator[tuple[int, int, Any]]:
+    def batches(self, size: int, first: int = 0) -> Iterator[tuple[int, int, Any]]:
         """Read all rows in order.
 
         Args:
             size: Rows a batch; the last may be smaller.
+            first: Number of the row to begin with.
 
         Yields:
             Number of the first row, number of rows, batch.
         """
-        for start in range(0, len(self), size):
+        for start in range(first, len(self), size):
             stop = min(len(self), start + size)
             yield start, stop - start, self.batch(range(start, stop))
 

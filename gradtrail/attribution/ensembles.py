@@ -24,7 +24,8 @@ def score_checkpoints(
     """Score with each checkpoint in the model and join the results.
 
     An ensemble brings each checkpoint's scores to unit standard deviation, each set of columns on
-    its own, before it averages them: curvatures of two models are not on one scale.
+    its own, before it averages them: curvatures of two models are not on one scale. A method that
+    is averaged as it is keeps each checkpoint's scale.
 
     Args:
         session: The session.
@@ -37,13 +38,15 @@ def score_checkpoints(
         Scores and lengths, as ``score`` gives them.
 
     Raises:
-        ValueError: If an ensemble's weights have no mean.
+        ValueError: If the weights of an average have no mean.
     """
+    attributor.check_checkpoints(None if checkpoints is None else len(checkpoints))
     if checkpoints is None:
         return score()
     total = lengths = None
     factors = weights_of(checkpoints, weights)
-    if attributor.ensemble and sum(factors) <= 0:
+    is_mean = attributor.ensemble or attributor.averaged
+    if is_mean and sum(factors) <= 0:
         raise ValueError(
             f"checkpoint_weights must add up to more than 0 for an average, got {factors}. Leave "
             "them out to weigh all alike."
@@ -53,7 +56,9 @@ def score_checkpoints(
         with loaded(session.model, point):
             part, lengths = score()
         if attributor.ensemble:
-            part = _on_one_scale(part, len(attributor.sweep or (None,))) / sum(factors)
+            part = _on_one_scale(part, len(attributor.sweep or (None,)))
+        if is_mean:
+            factor /= sum(factors)
         total = part * factor if total is None else total.add_(part, alpha=factor)
     return total, lengths
 

@@ -14,6 +14,7 @@ from gradtrail.attribution.data import Rows, move_batch
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.query_source import SourceRows
 from gradtrail.attribution.session import Session
+from gradtrail.attribution.stored import StoredRows
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import LayerGradient, tensors_of
 from gradtrail.hooks import tokens_of
@@ -67,10 +68,23 @@ def _numbers(flags: Tensor) -> list[int]:
 
 
 def _cause(session: Session, rows: Rows, loss: Loss, number: int) -> str:
-    """Run one example again and look at every layer."""
+    """Run one example again, or read it, and look at every layer."""
+    if isinstance(rows, StoredRows):
+        return _stored_cause(rows, number)
     return _first_cause(_runs(session, rows, loss, number), number) or (
         "their gradients are, but the products of these are not"
     )
+
+
+def _stored_cause(rows: StoredRows, number: int) -> str:
+    """Look at every stored layer of one example."""
+    layers = rows.store.get([rows.numbers[number]]).layers
+    for name in layers if rows.layers is None else rows.layers:
+        gradient = layers.get(name)
+        tensors = [] if gradient is None else tensors_of(gradient)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+            return f"the stored gradient of {number} in {name} is not"
+    return "their gradients are, but the products of these are not"
 
 
 def _runs(session: Session, rows: Rows, loss: Loss, number: int) -> Iterator[_Run]:

@@ -12,6 +12,7 @@ import torch
 
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.digest import DataDigest, content_ids, model_digest
+from gradtrail.attribution.stored import StoredRows
 from gradtrail.errors import CurvatureError
 from gradtrail.kronecker import FIT_FILE, KroneckerFit, Tensors, load_fit, save_fit, signature
 
@@ -159,12 +160,15 @@ class FitPlace:
 
 
 def define_fit(
-    model: torch.nn.Module, rows: Rows, batch_size: int, fields: Mapping[str, Any]
+    model: torch.nn.Module | None,
+    rows: Rows,
+    batch_size: int | None,
+    fields: Mapping[str, Any],
 ) -> dict[str, str]:
     """Write down what defines a fit; the training data are read, no forward runs.
 
     Args:
-        model: The model.
+        model: The model, or None with rows of a store, which knows what it was captured from.
         rows: The training data.
         batch_size: Rows read at a time; the digest does not depend on it.
         fields: Further fields, fit for JSON.
@@ -172,11 +176,21 @@ def define_fit(
     Returns:
         Values by field.
     """
-    digest = DataDigest()
-    for _, size, batch in rows.batches(batch_size):
-        digest.add(content_ids(batch, size))
     plain = {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
         for name, value in fields.items()
     }
-    return {**plain, "model_digest": model_digest(model), "train_digest": digest.hexdigest()}
+    return {**plain, **_origin(model, rows, batch_size)}
+
+
+def _origin(model: torch.nn.Module | None, rows: Rows, batch_size: int | None) -> dict[str, str]:
+    """Digests of the weights and of the training data."""
+    if isinstance(rows, StoredRows):
+        facts = rows.store.facts
+        # gradients of weights that changed from step to step belong to their store alone
+        weights = facts.checkpoint_digest or f"store {rows.store.run}"
+        return {"model_digest": weights, "train_digest": rows.digest}
+    digest = DataDigest()
+    for _, size, batch in rows.batches(batch_size):
+        digest.add(content_ids(batch, size))
+    return {"model_digest": model_digest(model), "train_digest": digest.hexdigest()}

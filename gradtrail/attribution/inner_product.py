@@ -17,10 +17,18 @@ from torch import Tensor
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.memory import query_budget
-from gradtrail.attribution.method import METHODS, AbstractAttributor, MethodEntry, Task
+from gradtrail.attribution.method import (
+    METHODS,
+    AbstractAttributor,
+    MethodEntry,
+    Task,
+    refuse_preconditioned,
+)
 from gradtrail.attribution.queries import QueryForm, QuerySide
 from gradtrail.attribution.scoring import Scorer
 from gradtrail.attribution.session import Batch, Session
+from gradtrail.attribution.stored import StoredRows
+from gradtrail.attribution.stored_model import StoredModel
 from gradtrail.factors import LayerGradient, squared_norm
 from gradtrail.options import check_choice
 
@@ -43,6 +51,21 @@ class InnerProductAttributor(AbstractAttributor):
         """Check the options."""
         check_choice("normalize", self.normalize, (None, "train", "both"))
 
+    def choose_stored(self, stored: StoredModel, rows: StoredRows) -> StoredModel:
+        """Take every layer; of preconditioned queries the norm is not known.
+
+        Args:
+            stored: The layers that could be read.
+            rows: The training examples that are read.
+
+        Returns:
+            The layers to read.
+        """
+        del rows
+        if self.normalize == "both":
+            refuse_preconditioned(stored, "normalize='both' (gradcos)")
+        return stored
+
     def score(self, session: Session, task: Task) -> tuple[Tensor, Tensor | None]:
         """Score every training example against every query.
 
@@ -51,7 +74,8 @@ class InnerProductAttributor(AbstractAttributor):
             task: Data, losses and batch sizes.
 
         Returns:
-            Scores ``[n, q]`` or ``[n, s, q]`` on the CPU, and lengths ``[n]`` for the latter.
+            Scores ``[n, q]`` or ``[n, s, q]`` on the CPU, and lengths ``[n]`` for the latter; with
+            ``top_k`` the highest, ``[k, q]``, and their rows.
         """
         queries = collect_queries(session, task, norms=self.normalize == "both")
         norms = self.normalize is not None
@@ -66,14 +90,16 @@ class InnerProductAttributor(AbstractAttributor):
         )
         return scorer.result(queries.norms)
 
-    def self_score(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> Tensor:
+    def self_score(
+        self, session: Session, rows: Rows, loss: Loss, batch_size: int | None
+    ) -> Tensor:
         """Score every training example against itself.
 
         Args:
             session: The open session.
             rows: The training data.
             loss: Its loss.
-            batch_size: Rows a batch.
+            batch_size: Rows a batch; None takes the blocks of a store as they are.
 
         Returns:
             Squared norms divided as ``normalize`` says. Shape ``[n]``.

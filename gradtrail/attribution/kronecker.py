@@ -19,6 +19,7 @@ from gradtrail.attribution.curvature_demands import PlanOptions, curvature_deman
 from gradtrail.attribution.curvature_fit import FisherOptions, sampler_name
 from gradtrail.attribution.curvature_layers import LayerRules, Treatment, choose_curvature
 from gradtrail.attribution.curvature_queries import QueryOptions
+from gradtrail.attribution.curvature_stored import choose_stored_curvature, with_covariances
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.fisher import FisherKind, Sampler
 from gradtrail.attribution.fit_memory import FitMemory
@@ -26,8 +27,16 @@ from gradtrail.attribution.gauss_newton import MAX_ITERATIONS
 from gradtrail.attribution.kronecker_run import KroneckerRun, RunOptions
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.measures import Demands, Measures
-from gradtrail.attribution.method import METHODS, AbstractAttributor, MethodEntry, Task
+from gradtrail.attribution.method import (
+    METHODS,
+    AbstractAttributor,
+    MethodEntry,
+    Task,
+    refuse_preconditioned,
+)
 from gradtrail.attribution.session import Session
+from gradtrail.attribution.stored import StoredRows
+from gradtrail.attribution.stored_model import StoredModel
 from gradtrail.factors import Projection
 from gradtrail.hooks import LayerChoice, Selection
 from gradtrail.kronecker import Damping
@@ -63,7 +72,7 @@ class KroneckerMethod(AbstractAttributor):
         cg_max_iterations: Most iterations of ``refine="cg"``, a pass over train each.
         normalize: ``"train"`` divides by the norm of the training gradient, ``"both"`` by both.
         gradient_budget: Bytes of training factors kept so that no further pass is needed; None: a
-            third of the free memory, 0: none are kept.
+            third of the free memory (of stored ones: none), 0: none are kept.
         memory: Where a fit is remembered between calls, or None.
     """
 
@@ -131,7 +140,7 @@ class KroneckerMethod(AbstractAttributor):
         )
 
     @property
-    def strengths(self) -> tuple[tuple[float | None, bool], ...]:
+    def _strengths(self) -> tuple[tuple[float | None, bool], ...]:
         """The dampings as they were given: strength and whether it is relative."""
         given = [self.damping] if self.damping_sweep is None else self.damping_sweep
         return tuple((strength, self.relative_damping) for strength in given)
@@ -157,9 +166,31 @@ class KroneckerMethod(AbstractAttributor):
         """Leave out what gets no curvature, the output embedding among it."""
         return choose_curvature(model, selection, self._rules(), projection, tell=True)[0]
 
+    def choose_stored(self, stored: StoredModel, rows: StoredRows) -> StoredModel:
+        """Leave out what gets no curvature, the output embedding among it.
+
+        Args:
+            stored: The layers that could be read.
+            rows: The training examples that are read.
+
+        Returns:
+            The layers to read.
+
+        Raises:
+            ValueError: If an option needs the model.
+        """
+        refuse_preconditioned(stored, f"method {self.name!r}")
+        for option, needed in (("refine", None), ("fisher", "empirical")):
+            if getattr(self, option) != needed:
+                raise ValueError(
+                    f"{option} must be {needed!r} with stored gradients, got "
+                    f"{getattr(self, option)!r}: it runs the model. Call attribute with the model."
+                )
+        return choose_stored_curvature(with_covariances(stored, rows), self._rules(), tell=True)[0]
+
     def demands(self, measures: Measures, session: Session) -> Demands:
         """Count covariances or bases, kept factors, chunks of queries and passes."""
-        treatments = self.treatments(session.model, session.selection, session.projection)
+        treatments = self.treatments(session)
         options = PlanOptions(
             corrected=self.corrected,
             sets=len(self.dampings),
@@ -181,23 +212,35 @@ class KroneckerMethod(AbstractAttributor):
 
         Returns:
             Scores ``[n, q]`` or ``[n, s, q]`` on the CPU, one set of ``q`` columns a damping, and
-            lengths ``[n]`` for the latter.
+            lengths ``[n]`` for the latter; with ``top_k`` the highest, ``[k, q]``, and their rows.
+
+        Raises:
+            ValueError: If gradients are to be kept beside ``top_k``.
         """
+        if task.top_k is not None and self.gradient_budget:
+            raise ValueError(
+                f"gradient_budget must be None with top_k, got {self.gradient_budget}: kept "
+                "gradients are scored layer by layer in one table. Leave one of them out."
+            )
         if not len(task.train):
             columns = len(task.query) * len(self.dampings)
+            if task.top_k is not None:
+                return torch.zeros(0, columns), torch.zeros(0, columns, dtype=torch.int64)
             shape = (0, 0, columns) if task.per_token else (0, columns)
             return torch.zeros(shape), torch.zeros(0)
         with self.run(session, task.train, task.loss, task.batch_size) as run:
             return run.score(task)
 
-    def self_score(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> Tensor:
+    def self_score(
+        self, session: Session, rows: Rows, loss: Loss, batch_size: int | None
+    ) -> Tensor:
         """Score every training example against itself.
 
         Args:
             session: The open session.
             rows: The training data.
             loss: Its loss.
-            batch_size: Rows a batch.
+            batch_size: Rows a batch; None takes the blocks of a store as they are.
 
         Returns:
             The diagonal, at least 0. Shape ``[n]``.
@@ -227,11 +270,13 @@ class KroneckerMethod(AbstractAttributor):
             plain["damping_sweep"] = list(self.sweep)
         return plain
 
-    def treatments(
-        self, model: nn.Module, selection: Selection, projection: Projection | None
-    ) -> dict[str, Treatment]:
-        """Say which curvature each captured layer gets."""
-        return choose_curvature(model, selection, self._rules(), projection)[1]
+    def treatments(self, session: Session) -> dict[str, Treatment]:
+        """Say which curvature each layer gets that is captured or read."""
+        if session.model is None:
+            return choose_stored_curvature(session.stored, self._rules())[1]
+        return choose_curvature(
+            session.model, session.selection, self._rules(), session.projection
+        )[1]
 
     def _rules(self) -> LayerRules:
         return LayerRules(
@@ -241,23 +286,23 @@ class KroneckerMethod(AbstractAttributor):
             diagonal=self.diagonal,
         )
 
-    def run(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> KroneckerRun:
+    def run(self, session: Session, rows: Rows, loss: Loss, batch_size: int | None) -> KroneckerRun:
         """Prepare a run over some training data.
 
         Args:
             session: The session.
             rows: The training data.
             loss: Its loss.
-            batch_size: Rows a batch.
+            batch_size: Rows a batch; None takes the blocks of a store as they are.
 
         Returns:
             The run, to be used in a ``with`` block.
         """
-        treatments = self.treatments(session.model, session.selection, session.projection)
+        treatments = self.treatments(session)
         options = RunOptions(
             corrected=self.corrected,
             dampings=self.dampings,
-            strengths=self.strengths,
+            strengths=self._strengths,
             fisher=FisherOptions(
                 kind=self.fisher,
                 draws=self.fisher_draws,

@@ -2,157 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradtrail.attribution.api import attribute, self_influence
-from gradtrail.attribution.checkpoints import Checkpoint
-from gradtrail.attribution.data import Collate, as_rows
+from gradtrail.attribution.bound import AbstractBoundAttributor
+from gradtrail.attribution.data import as_rows
 from gradtrail.attribution.fit_memory import FitMemory
 from gradtrail.attribution.kronecker import KroneckerMethod
-from gradtrail.attribution.losses import LossReduction, resolve_loss
+from gradtrail.attribution.losses import resolve_loss
 from gradtrail.attribution.method import METHODS, make_method
-from gradtrail.attribution.scores import AttributionScores
 from gradtrail.attribution.setup import as_projection, make_session, padding_id
-from gradtrail.factors import Projection
-from gradtrail.hooks import LayerChoice, select_layers
+from gradtrail.hooks import select_layers
 from gradtrail.kronecker import KroneckerFit
 
 __all__ = ["EKFACAttributor", "KFACAttributor", "KroneckerAttributor"]
 
 
-class KroneckerAttributor:
+class KroneckerAttributor(AbstractBoundAttributor):
     """Scores with one curvature method and fits no more often than needed.
 
     The last fit is remembered: a call on the same training data, weights, layers and Fisher uses
-    it again, whatever its damping. Method options (``damping``, ``fisher``, ``fisher_dir`` and the
-    others that ``attribute`` takes for the method) go to the call.
+    it again, whatever its damping, from the model or from stores. Method options (``damping``,
+    ``fisher``, ``fisher_dir`` and the others that ``attribute`` takes for the method) go to the
+    call.
     """
 
-    def __init__(  # noqa: PLR0913  # everything attribute takes that is not a call's own
+    def __init__(
         self,
         method: Literal["kfac", "ekfac"],
         model: nn.Module,
-        *,
-        loss: Callable[[nn.Module, Any], Tensor] | None = None,
-        query_loss: Callable[[nn.Module, Any], Tensor] | None = None,
-        loss_reduction: LossReduction | None = None,
-        layers: LayerChoice = None,
-        exclude: LayerChoice = None,
-        batch_size: int = 8,
-        query_batch_size: int | None = None,
-        collate_fn: Collate | None = None,
-        device: torch.device | str | None = None,
-        projection: Projection | str | int | None = None,
-        progress: bool = True,
-        seed: int = 0,
+        **options: Any,  # noqa: ANN401
     ) -> None:
         """Bind a model; nothing is run.
 
         Args:
             method: ``"kfac"`` or ``"ekfac"``.
             model: The trained model.
-            loss: As in ``attribute``, like all that follow.
-            query_loss: The queries' own loss.
-            loss_reduction: How a loss that returns a scalar was reduced.
-            layers: Which layers.
-            exclude: Which layers to leave out.
-            batch_size: Training examples a batch.
-            query_batch_size: Queries a batch.
-            collate_fn: Makes a batch of a list of rows.
-            device: Where the model is.
-            projection: Compression of every gradient.
-            progress: Whether bars are shown.
-            seed: Seed of a projection and of drawn labels.
+            **options: ``loss``, ``layers``, ``batch_size`` and all else that ``attribute`` takes
+                and that is not a call's own.
         """
-        self.method = method
-        self.model = model
-        self._query_only = {"query_loss": query_loss, "query_batch_size": query_batch_size}
-        self._options: dict[str, Any] = {
-            "loss": loss,
-            "loss_reduction": loss_reduction,
-            "layers": layers,
-            "exclude": exclude,
-            "batch_size": batch_size,
-            "collate_fn": collate_fn,
-            "device": device,
-            "projection": projection,
-            "progress": progress,
-            "seed": seed,
-        }
+        super().__init__(method, model, **options)
         self._memory = FitMemory()
 
     @property
     def fit_(self) -> KroneckerFit | None:
         """The fit that was made, loaded or used last, or None."""
         return self._memory.fit
-
-    def attribute(
-        self,
-        train: Any,  # noqa: ANN401  # any data set
-        query: Any,  # noqa: ANN401
-        *,
-        granularity: Literal["example", "token"] = "example",
-        checkpoints: Sequence[Checkpoint] | None = None,
-        checkpoint_weights: Sequence[float] | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> AttributionScores | dict[float, AttributionScores]:
-        """Score every training example against every query.
-
-        Args:
-            train: Training examples.
-            query: Queries.
-            granularity: ``"token"`` gives one share a position.
-            checkpoints: Several make an ensemble, with a fit each.
-            checkpoint_weights: One factor a checkpoint.
-            **options: Options of the method.
-
-        Returns:
-            Scores ``[n, q]``; with ``damping_sweep`` one result a damping.
-        """
-        return attribute(
-            self.model,
-            train,
-            query,
-            method=self._bound(options),
-            granularity=granularity,
-            checkpoints=checkpoints,
-            checkpoint_weights=checkpoint_weights,
-            **self._options,
-            **self._query_only,
-        )
-
-    def self_influence(
-        self,
-        train: Any,  # noqa: ANN401
-        *,
-        checkpoints: Sequence[Checkpoint] | None = None,
-        checkpoint_weights: Sequence[float] | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> Tensor:
-        """Score every training example against itself.
-
-        Args:
-            train: Training examples.
-            checkpoints: Several make an ensemble, with a fit each.
-            checkpoint_weights: One factor a checkpoint.
-            **options: Options of the method.
-
-        Returns:
-            At least 0. Shape ``[n]``.
-        """
-        return self_influence(
-            self.model,
-            train,
-            method=self._bound(options),
-            checkpoints=checkpoints,
-            checkpoint_weights=checkpoint_weights,
-            **self._options,
-        )
 
     def fit(self, train: Any, **options: Any) -> KroneckerFit:  # noqa: ANN401
         """Make the fit, or load it; where it is there already no forward runs.
@@ -211,6 +108,10 @@ class KroneckerAttributor:
     ) -> None:
         """Let go of the fit."""
         self.close()
+
+    def _call(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The method as an object, which remembers its fit."""
+        return {"method": self._bound(options)}
 
     def _bound(self, options: dict[str, Any]) -> KroneckerMethod:
         """The method with a call's options, and this object's memory."""

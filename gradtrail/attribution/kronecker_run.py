@@ -36,6 +36,7 @@ from gradtrail.attribution.method import Task
 from gradtrail.attribution.queries import QuerySide, compact_form
 from gradtrail.attribution.scoring import Scorer, normalized
 from gradtrail.attribution.session import Batch, Session
+from gradtrail.attribution.stored import StoredRows
 from gradtrail.factors import LayerGradient, select, squared_norm
 from gradtrail.kronecker import Damping, KroneckerFit, Tensors
 from gradtrail.store import TensorCache
@@ -80,7 +81,12 @@ class KroneckerRun:
     """Fits and scores; a context manager that lets go of what the run held."""
 
     def __init__(
-        self, options: RunOptions, session: Session, rows: Rows, loss: Loss, batch_size: int
+        self,
+        options: RunOptions,
+        session: Session,
+        rows: Rows,
+        loss: Loss,
+        batch_size: int | None,
     ) -> None:
         """Prepare a run.
 
@@ -89,7 +95,7 @@ class KroneckerRun:
             session: The open session.
             rows: The training data, at least one row.
             loss: Its loss.
-            batch_size: Rows a batch.
+            batch_size: Rows a batch; None takes the blocks of a store as they are.
         """
         self._options = options
         self._session = session
@@ -159,9 +165,10 @@ class KroneckerRun:
             task: What is scored.
 
         Returns:
-            Scores, float64 on the CPU, ``[n, q]`` or ``[n, s, q]``, and lengths for the latter.
+            Scores, float64 on the CPU, ``[n, q]`` or ``[n, s, q]``, and lengths for the latter;
+            with ``top_k`` the highest, ``[k, q]``, and their rows.
         """
-        self._begin(keep=True)
+        self._begin(keep=task.top_k is None)
         norms = self._options.normalize
         raw = collect_queries(self._session, task, norms=norms == "both", form=compact_form)
         columns = len(task.query) * len(self._options.dampings)
@@ -268,6 +275,7 @@ class KroneckerRun:
         chunks, count = self._count_chunks(raw), len(task.query)
         step = -(-count // chunks) if count else 1
         found: list[Tensor] = []
+        rows: list[Tensor] = []
         lengths = None
         for start in range(0, max(1, count), step):
             size = min(step, count - start)
@@ -277,7 +285,11 @@ class KroneckerRun:
             last = start + step >= count
             values, lengths = self._score_part(task, queries, size * len(dampings), last=last)
             found.append(values.unflatten(-1, (len(dampings), size)))
+            if task.top_k is not None:
+                rows.append(lengths.unflatten(-1, (len(dampings), size)))
         values = torch.cat(found, -1).flatten(-2)
+        if task.top_k is not None:
+            lengths = torch.cat(rows, -1).flatten(-2)
         return normalized(values, None, norms_q), lengths
 
     def _prepared(
@@ -328,7 +340,9 @@ class KroneckerRun:
 
     def _make_kept(self) -> KeptFactors | None:
         """Keep training factors where they are the Fisher's own and may take memory."""
-        if self._options.fisher.kind != "empirical":
+        # what is stored already is read again, unless the user gave it a budget
+        is_stored = isinstance(self._task.rows, StoredRows) and not self._options.gradient_budget
+        if self._options.fisher.kind != "empirical" or self._session.cache is not None or is_stored:
             return None
         budget = kept_budget(self._options.gradient_budget, self._session.device)
         return KeptFactors(len(self._task.rows), budget) if budget else None
@@ -338,6 +352,13 @@ class KroneckerRun:
         if residency is None:
             return TensorCache("device", budget=1.0, device=self._session.device)
         return TensorCache(residency, device=self._session.device)
+
+    def _loss_name(self) -> str:
+        """The loss as another run would name it."""
+        rows = self._task.rows
+        if isinstance(rows, StoredRows):
+            return rows.store.facts.loss or ""
+        return self._task.loss.name
 
     def _define(self) -> dict[str, str]:
         session, options = self._session, self._options
@@ -349,7 +370,7 @@ class KroneckerRun:
             "projection": None
             if projection is None
             else [projection.kind, projection.dim, projection.seed],
-            "loss": self._task.loss.name,
+            "loss": self._loss_name(),
             "library_version": version("gradtrail"),
         }
         if options.fisher.kind == "sampled":

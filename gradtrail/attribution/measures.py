@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gradtrail.attribution.cached_form import KeptForm
 from gradtrail.attribution.queries import query_form
 from gradtrail.attribution.session import Batch
 from gradtrail.factors import (
     LayerGradient,
     LinearFactors,
     SumGradient,
+    accumulation_dtype,
     dense_size,
     tensors_of,
 )
@@ -67,9 +69,11 @@ class Measures:
         num_train: Training examples in all.
         num_query: Queries in all.
         budget: Bytes that written-out queries may take.
+        kept: The form in which a cache keeps training gradients, or None without a cache.
         layers: Sizes by layer.
         query_bytes: Bytes of all queries' gradients in the form that scores cheapest.
         train_bytes: Bytes of all training examples' factors.
+        stored_bytes: Bytes of all training examples' gradients in the form a cache keeps.
         layer_bytes: Bytes of the largest layer of one training batch.
         positions: Positions of a training example.
     """
@@ -77,14 +81,17 @@ class Measures:
     num_train: int
     num_query: int
     budget: int
+    kept: KeptForm | None = None
     layers: dict[str, LayerMeasure] = field(default_factory=dict)
     query_bytes: int = 0
     train_bytes: int = 0
+    stored_bytes: int = 0
     layer_bytes: int = 0
     positions: int = 0
     _left: int | None = None
     _queries: dict[int, Tensor] = field(default_factory=dict)
     _train: dict[int, Tensor] = field(default_factory=dict)
+    _stored: dict[int, Tensor] = field(default_factory=dict)
 
     def add_query(self, place: Batch, name: str, gradient: LayerGradient) -> None:
         """Add what all queries' gradients of a layer will take; a shared input counts once.
@@ -116,6 +123,8 @@ class Measures:
         """
         self.positions = place.tokens
         tensors = tensors_of(gradient)
+        if self.kept is not None:
+            self._add_stored(place, name, gradient)
         for tensor in tensors:
             if id(tensor) not in self._train:
                 self._train[id(tensor)] = tensor
@@ -131,3 +140,17 @@ class Measures:
             width = first.activation_bsi.shape[2] // groups + int(first.has_bias)
             sides = (first.output_gradient_bso.shape[2] // groups, width)
         self.layers[name] = LayerMeasure(dense_size(gradient), groups, sides, id(tensors[0]))
+
+    def _add_stored(self, place: Batch, name: str, gradient: LayerGradient) -> None:
+        """Add what all training examples' gradients of a layer will take in a cache."""
+        tensors = tensors_of(gradient)
+        if self.kept.writes(name, gradient):
+            dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors))
+            size = self.kept.item_bytes(dtype)
+            self.stored_bytes += dense_size(gradient) * self.num_train * size
+            return
+        for tensor in tensors:
+            if id(tensor) not in self._stored:
+                self._stored[id(tensor)] = tensor
+                size = tensor.numel() * self.kept.item_bytes(tensor.dtype)
+                self.stored_bytes += size * self.num_train // place.size

@@ -13,11 +13,21 @@ from gradtrail.attribution.data import Rows
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.measures import Demands, Measures
 from gradtrail.attribution.session import Session
+from gradtrail.attribution.stored import StoredRows
+from gradtrail.attribution.stored_model import StoredModel
+from gradtrail.errors import StoreError
 from gradtrail.factors import Projection
 from gradtrail.hooks import Selection
 from gradtrail.options import near_names
 
-__all__ = ["METHODS", "AbstractAttributor", "MethodEntry", "Task", "make_method"]
+__all__ = [
+    "METHODS",
+    "AbstractAttributor",
+    "MethodEntry",
+    "Task",
+    "make_method",
+    "refuse_preconditioned",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,18 +39,20 @@ class Task:
         query: Queries.
         loss: Loss of a training example.
         query_loss: Loss of a query.
-        batch_size: Training examples a batch.
-        query_batch_size: Queries a batch.
+        batch_size: Training examples a batch; None takes the blocks of a store as they are.
+        query_batch_size: Queries a batch, likewise.
         per_token: Whether every position is scored on its own.
+        top_k: How many training examples a query are kept, or None for all.
     """
 
     train: Rows
     query: Rows
     loss: Loss
     query_loss: Loss
-    batch_size: int
-    query_batch_size: int
+    batch_size: int | None
+    query_batch_size: int | None
     per_token: bool = False
+    top_k: int | None = None
 
 
 class AbstractAttributor(abc.ABC):
@@ -55,18 +67,21 @@ class AbstractAttributor(abc.ABC):
             task: Data, losses and batch sizes.
 
         Returns:
-            Scores ``[n, q]`` or ``[n, s, q]``, and lengths ``[n]`` for the latter.
+            Scores ``[n, q]`` or ``[n, s, q]``, and lengths ``[n]`` for the latter; with ``top_k``
+            the highest, ``[k, q]``, and the rows they are of.
         """
 
     @abc.abstractmethod
-    def self_score(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> Tensor:
+    def self_score(
+        self, session: Session, rows: Rows, loss: Loss, batch_size: int | None
+    ) -> Tensor:
         """Score every training example against itself.
 
         Args:
             session: The open session.
             rows: The training data.
             loss: Its loss.
-            batch_size: Rows a batch.
+            batch_size: Rows a batch; None takes the blocks of a store as they are.
 
         Returns:
             The diagonal of ``score`` on train against train. Shape ``[n]``.
@@ -93,6 +108,20 @@ class AbstractAttributor(abc.ABC):
         del model, projection
         return selection
 
+    def choose_stored(self, stored: StoredModel, rows: StoredRows) -> StoredModel:
+        """Leave out stored layers that the method has no use for.
+
+        Args:
+            stored: The layers that could be read.
+            rows: The training examples that are read.
+
+        Returns:
+            The layers to read.
+        """
+        del rows
+        refuse_preconditioned(stored, self.name)
+        return stored
+
     def demands(self, measures: Measures, session: Session) -> Demands:
         """Say what a run needs.
 
@@ -109,6 +138,19 @@ class AbstractAttributor(abc.ABC):
     @property
     def ensemble(self) -> bool:
         """Whether scores of several checkpoints are brought to one scale and averaged."""
+        return False
+
+    def check_checkpoints(self, count: int | None) -> None:
+        """Refuse a number of checkpoints that does not fit the options.
+
+        Args:
+            count: How many there are; None: the model as it is.
+        """
+        del count
+
+    @property
+    def averaged(self) -> bool:
+        """Whether scores of several checkpoints are averaged as they are."""
         return False
 
     @property
@@ -137,6 +179,24 @@ class MethodEntry:
 
 
 METHODS: dict[str, MethodEntry] = {}
+
+
+def refuse_preconditioned(stored: StoredModel, what: str) -> None:
+    """Refuse queries that a curvature was applied to where plain ones are expected.
+
+    Args:
+        stored: The stored layers.
+        what: What expects them.
+
+    Raises:
+        StoreError: If they are such.
+    """
+    if stored.preconditioned is not None:
+        raise StoreError(
+            f"query_store must hold plain gradients for {what}, got ones that method "
+            f"{stored.preconditioned['method']!r} was applied to: their inner products are its "
+            "scores. Score them with method='graddot'."
+        )
 
 
 def make_method(

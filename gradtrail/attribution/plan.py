@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from gradtrail.attribution.cached_form import KeptForm
+from gradtrail.attribution.cached_open import refuse_budget
+from gradtrail.attribution.cached_options import (
+    CacheOptions,
+    CacheResidency,
+    CaptureForm,
+    cache_options,
+)
 from gradtrail.attribution.checkpoints import Checkpoint, weights_of
-from gradtrail.attribution.data import Collate, as_rows
-from gradtrail.attribution.losses import LossReduction, resolve_loss
+from gradtrail.attribution.data import Collate, Rows, as_rows
+from gradtrail.attribution.losses import Loss, LossReduction, resolve_loss
 from gradtrail.attribution.measures import Demands, Measures
-from gradtrail.attribution.memory import query_budget
+from gradtrail.attribution.memory import free_bytes, query_budget
 from gradtrail.attribution.method import AbstractAttributor, make_method
+from gradtrail.attribution.pass_cache import BatchSink
 from gradtrail.attribution.query_source import as_queries, head_of, query_loss_of
+from gradtrail.attribution.session import Session
 from gradtrail.attribution.setup import as_projection, make_session, padding_id
 from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, LayerChoice, select_layers
 from gradtrail.options import check_choice, check_positive
 
 __all__ = ["Plan", "plan"]
+
+_QUEUE = 256 << 20  # bytes that may wait to be written
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,10 @@ class Plan:
         curvature_bytes: Bytes of the fitted curvature, counted above where it rests.
         kept_bytes: Bytes of training factors kept on the device so that no pass is repeated.
         refine_passes: Most passes over train that ``refine`` adds, one an iteration.
+        store_bytes: Bytes of the training gradients that a cache keeps, counted above where they
+            lie; 0 without a cache.
+        store_on: ``"memory"``, ``"disk"`` or ``"tiered"``; None without a cache.
+        forms: Form each layer is kept in, ``"factored"`` or ``"materialized"``.
     """
 
     method: str
@@ -59,6 +77,9 @@ class Plan:
     curvature_bytes: int = 0
     kept_bytes: int = 0
     refine_passes: int = 0
+    store_bytes: int = 0
+    store_on: CacheResidency | None = None
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The figures in words."""
@@ -71,6 +92,7 @@ class Plan:
                 f"({_size(self.query_bytes)} of query gradients, {_size(self.layer_bytes)} for "
                 "the largest layer" + self._curvature() + ")",
                 f"host: {_size(self.host_bytes)}, scores among it; disk: {_size(self.disk_bytes)}",
+                *self._store(),
                 f"covered share of parameters: {self.coverage.share:.1%}",
             ]
         )
@@ -83,6 +105,18 @@ class Plan:
             f", and up to {self.refine_passes} over train for refine, each of about 1.5 to 1.9 "
             "forwards and backwards a query"
         )
+
+    def _store(self) -> list[str]:
+        """What a cache keeps, in words; nothing without one."""
+        if self.store_on is None:
+            return []
+        counts = Counter(self.forms.values())
+        forms = ", ".join(f"{count} {form}" for form, count in sorted(counts.items()))
+        place = {"memory": "in memory", "disk": "on disk", "tiered": "in memory and on disk"}
+        return [
+            f"store: {_size(self.store_bytes)} of training gradients {place[self.store_on]} "
+            f"(layers: {forms or 'none'})"
+        ]
 
     def _curvature(self) -> str:
         """What a curvature adds, in words; nothing for a method without one."""
@@ -111,6 +145,10 @@ def plan(  # noqa: PLR0913  # the one-call entry point
     checkpoint_weights: Sequence[float] | None = None,
     granularity: Literal["example", "token"] = "example",
     projection: Projection | str | int | None = None,
+    gradient_cache_residency: CacheResidency | None = None,
+    cache_dir: str | Path | None = None,
+    capture: CaptureForm = "factored",
+    cache_dtype: str | torch.dtype | None = None,
     seed: int = 0,
     **method_options: Any,  # noqa: ANN401
 ) -> Plan:
@@ -134,6 +172,10 @@ def plan(  # noqa: PLR0913  # the one-call entry point
         checkpoint_weights: As in ``attribute``.
         granularity: As in ``attribute``.
         projection: As in ``attribute``.
+        gradient_cache_residency: As in ``attribute``.
+        cache_dir: As in ``attribute``; nothing is written, and what lies there is not counted.
+        capture: As in ``attribute``; ``forms`` says what each layer comes to.
+        cache_dtype: As in ``attribute``.
         seed: As in ``attribute``.
         **method_options: As in ``attribute``.
 
@@ -143,6 +185,10 @@ def plan(  # noqa: PLR0913  # the one-call entry point
     name, attributor, _ = make_method(method, method_options)
     check_choice("granularity", granularity, ("example", "token"))
     check_positive("batch_size", batch_size)
+    caching = (gradient_cache_residency, cache_dir, capture, cache_dtype)
+    cache = cache_options(*caching, per_token=granularity == "token")
+    if cache is not None:
+        refuse_budget(attributor)
     points = 1 if checkpoints is None else len(weights_of(checkpoints, checkpoint_weights))
     pad = padding_id(model)
     rows = as_rows(train, "train", collate_fn, pad)
@@ -155,19 +201,55 @@ def plan(  # noqa: PLR0913  # the one-call entry point
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=False)
-    meter = Measures(len(rows), len(queries), query_budget(session.device))
-    probed = "train" if len(rows) else "query"
-    with session.opened(rows if len(rows) else queries, losses[probed]):
-        for side, data, size, sink in (
-            ("query", queries, query_batch_size or batch_size, meter.add_query),
-            ("train", rows, batch_size, meter.add_train),
-        ):
-            head = head_of(data, size)
-            session.capture(head, losses[side], batch_size=size, phase="plan", sink=sink)
+    kept = None if cache is None else KeptForm(cache.capture, cache.dtype, {})
+    meter = Measures(len(rows), len(queries), query_budget(session.device), kept)
+    sides = {
+        "query": (queries, losses["query"], query_batch_size or batch_size, meter.add_query),
+        "train": (rows, losses["train"], batch_size, meter.add_train),
+    }
+    _measure(session, sides, "train" if len(rows) else "query")
     shares = meter.positions if granularity == "token" else 1
     needs = attributor.demands(meter, session)
     values = len(rows) * len(queries) * shares * len(attributor.sweep or (None,))
-    return _planned(name, meter, needs, values, points, session.selection.coverage)
+    planned = _planned(name, meter, needs, values, points, session.selection.coverage)
+    if cache is None:
+        return planned
+    return _with_store(planned, meter, cache, points, min(batch_size, len(rows)))
+
+
+def _measure(
+    session: Session, sides: Mapping[str, tuple[Rows, Loss, int, BatchSink]], probed: str
+) -> None:
+    """Run one batch of each side."""
+    with session.opened(*sides[probed][:2]):
+        for data, loss, size, sink in sides.values():
+            head = head_of(data, size)
+            session.capture(head, loss, batch_size=size, phase="plan", sink=sink)
+
+
+def _with_store(
+    planned: Plan, meter: Measures, cache: CacheOptions, points: int, batch: int
+) -> Plan:
+    """Add a cache: its bytes where they lie, and a batch of all layers that waits to be written."""
+    size = meter.stored_bytes
+    stays = points if cache.folder is not None else 1  # each checkpoint's own, or one at a time
+    fits = {"memory": size, "disk": 0, "tiered": min(size, free_bytes(torch.device("cpu")) // 2)}
+    held = fits[cache.residency]
+    queued = 0 if cache.residency == "memory" else min(size, _QUEUE)
+    written = {"memory": 0, "disk": size, "tiered": size if cache.folder else size - held}
+    waiting = size * batch // max(1, meter.num_train)
+    forms = {
+        name: "materialized" if out else "factored" for name, out in meter.kept.written.items()
+    }
+    return replace(
+        planned,
+        device_bytes=planned.device_bytes + waiting,
+        host_bytes=planned.host_bytes + held + queued,
+        disk_bytes=planned.disk_bytes + written[cache.residency] * stays,
+        store_bytes=size,
+        store_on=cache.residency,
+        forms=forms,
+    )
 
 
 def _planned(

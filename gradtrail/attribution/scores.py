@@ -53,6 +53,7 @@ class AttributionScores:
         coverage: Which parameters they cover.
         lengths: Valid positions of each training example, with one share a position. Shape
             ``[n]``.
+        train_steps: Step of the training run that each row was stored in, or None.
     """
 
     values: Tensor
@@ -62,6 +63,7 @@ class AttributionScores:
     options: Mapping[str, Any] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=lambda: Coverage(()))
     lengths: Tensor | None = None
+    train_steps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that ids and values fit.
@@ -74,6 +76,10 @@ class AttributionScores:
             raise ValueError(
                 f"values must be [train_ids, ..., query_ids], got {tuple(self.values.shape)} for "
                 f"{len(self.train_ids)} and {len(self.query_ids)} ids."
+            )
+        if self.train_steps is not None and len(self.train_steps) != n:
+            raise ValueError(
+                f"train_steps must be one a row of values ({n}), got {len(self.train_steps)}."
             )
 
     @property
@@ -145,6 +151,7 @@ class AttributionScores:
             "train_ids": list(self.train_ids),
             "query_ids": list(self.query_ids),
             "coverage": self.coverage.to_records(),
+            "train_steps": None if self.train_steps is None else list(self.train_steps),
         }
         metadata = {name: json.dumps(value) for name, value in header.items()}
         partial = path.with_name(path.name + ".partial")
@@ -176,6 +183,7 @@ class AttributionScores:
             if header.get("format") != _FORMAT:
                 raise ValueError(_foreign(path, f"format {header.get('format')!r}"))
             lengths = file.get_tensor("lengths") if "lengths" in file.keys() else None  # noqa: SIM118
+            steps = header.get("train_steps")
             return cls(
                 file.get_tensor("values"),
                 tuple(header["train_ids"]),
@@ -184,6 +192,7 @@ class AttributionScores:
                 header["options"],
                 Coverage.from_records(header["coverage"]),
                 lengths,
+                None if steps is None else tuple(steps),
             )
 
     def describe(self) -> str:
@@ -234,7 +243,7 @@ def _foreign(path: str | Path, what: str) -> str:
 
 def _ours(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
     """Keep the metadata entries that are written as JSON."""
-    wanted = ("format", "method", "options", "train_ids", "query_ids", "coverage")
+    wanted = ("format", "method", "options", "train_ids", "query_ids", "coverage", "train_steps")
     found = {name: value for name, value in (metadata or {}).items() if name in wanted}
     return found if found.get("format", "").startswith('"gradtrail') else {}
 

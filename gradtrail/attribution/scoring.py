@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradtrail.attribution.method import Task
 from gradtrail.attribution.session import Batch
+from gradtrail.attribution.top_scores import TopScores
 from gradtrail.factors import (
     DenseGradient,
     GramMemo,
@@ -53,11 +54,15 @@ class Scorer:
         self._queries = queries
         self._num_query = num_query
         self._norms = norms
+        self._top = None if task.top_k is None else TopScores(task.top_k, num_query)
         self._memo = GramMemo()
         self._open: dict[int, _Rows] = {}
-        self._blocks: dict[int, Tensor] = {}
-        self._squares: dict[int, Tensor] = {}
-        self._lengths: dict[int, Tensor] = {}
+        # one table, made at the start: small tensors that stay would hold the memory of large ones
+        # open that come and go between them
+        rows = 0 if task.per_token or self._top is not None else len(task.train)
+        self._values = torch.zeros(rows, num_query, dtype=torch.float64)
+        self._squares = torch.zeros(len(task.train) if norms else 0, dtype=torch.float64)
+        self._shares_of: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, place: Batch, name: str, gradient: LayerGradient) -> None:
         """Score one layer of one batch.
@@ -96,13 +101,18 @@ class Scorer:
             block = torch.zeros(place.size, *positions, self._num_query)
         if self._task.per_token and place.padding_left is not None:
             block = _aligned(block, place.padding_left)
-        self._blocks[place.start] = block.cpu()
-        self._lengths[place.start] = place.lengths
+        squared = None
         if self._norms:
-            squared = rows.squared
-            self._squares[place.start] = (
-                torch.zeros(place.size) if squared is None else squared.cpu()
-            )
+            squared = torch.zeros(place.size) if rows.squared is None else rows.squared.cpu()
+        if squared is not None:
+            self._squares[place.start : place.start + place.size] = squared
+        block = block.cpu()
+        if self._top is not None:
+            self._top.add(place.start, normalized(block, squared, None))
+        elif self._task.per_token:
+            self._shares_of[place.start] = block, place.lengths
+        else:
+            self._values[place.start : place.start + place.size] = block
 
     def close_all(self) -> None:
         """Move every batch's scores to the CPU."""
@@ -116,28 +126,37 @@ class Scorer:
             query_norms: Norms of the columns to divide by, or None. Shape ``[q]``.
 
         Returns:
-            Scores, float64, ``[n, q]`` or ``[n, s, q]``, and lengths ``[n]``.
+            Scores, float64, ``[n, q]`` or ``[n, s, q]``, and lengths ``[n]``; with ``top_k`` the
+            highest, ``[k, q]``, and the rows they are of.
         """
-        n, q = len(self._task.train), self._num_query
-        starts = sorted(self._blocks)
-        if not starts:
-            return torch.zeros((n, 0, q) if self._task.per_token else (n, q)), torch.zeros(0)
-        blocks = [self._blocks[start] for start in starts]
-        if self._task.per_token:
-            longest = max(block.shape[1] for block in blocks)
-            blocks = [
-                torch.nn.functional.pad(block, (0, 0, 0, longest - block.shape[1]))
-                for block in blocks
-            ]
-        squares = [self._squares[start] for start in starts] if self._norms else None
-        values = normalized(
-            torch.cat(blocks), None if squares is None else torch.cat(squares), query_norms
-        )
-        return values, torch.cat([self._lengths[start] for start in starts])
+        if self._top is not None:
+            values_kq, rows_kq = self._top.result()
+            return normalized(values_kq, None, query_norms), rows_kq
+        values, lengths = self._joined() if self._task.per_token else (self._values, None)
+        squared_n = self._squares if self._norms else None
+        return normalized(values, squared_n, query_norms), lengths
+
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        """Join the batches' shares, padded to the longest, and their lengths."""
+        parts = [self._shares_of[start] for start in sorted(self._shares_of)]
+        if not parts:
+            return torch.zeros(len(self._task.train), 0, self._num_query), torch.zeros(0)
+        longest = max(block.shape[1] for block, _ in parts)
+        blocks = [
+            torch.nn.functional.pad(block, (0, 0, 0, longest - block.shape[1]))
+            for block, _ in parts
+        ]
+        return torch.cat(blocks), torch.cat([lengths for _, lengths in parts])
 
     def _shares(
         self, place: Batch, name: str, gradient: LayerGradient, query: LayerGradient
     ) -> Tensor:
+        if isinstance(gradient, DenseGradient):
+            raise ValueError(
+                f"granularity='token' needs gradients with positions, got written-out ones at "
+                f"{name}. Capture factors, without a projection that writes out, or leave it out "
+                "with exclude=."
+            )
         if positions_of(gradient) != {place.tokens}:
             raise ValueError(
                 f"granularity='token' needs layers with one position a token ({place.tokens}), "

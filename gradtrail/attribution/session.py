@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from gradtrail.attribution.data import Rows, move_batch
 from gradtrail.attribution.digest import DataDigest, content_ids, model_digest
 from gradtrail.attribution.losses import AbstractLoss, Loss
+from gradtrail.attribution.pass_cache import (
+    AbstractPassCache,
+    Attached,
+    Batch,
+    BatchSink,
+    CapturePass,
+)
 from gradtrail.attribution.query_source import QueryBatch, QuerySum, SourceRows
+from gradtrail.attribution.stored import StoredRows, attached_covariances, replay
+from gradtrail.attribution.stored_model import StoredModel
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import LayerGradient, Projection, project
 from gradtrail.hooks import LivePass, Selection, first_tensor, tokens_of
@@ -24,60 +33,45 @@ from gradtrail.progress import progress_bar
 __all__ = ["Batch", "Session"]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Where a batch stands in its data set.
-
-    Attributes:
-        start: Number of its first row.
-        size: Number of rows.
-        tokens: Positions of every row, padding included.
-        padding_left: Masked positions before the first valid one, by row, or None.
-        lengths: Valid positions by row. Shape ``[b]``.
-    """
-
-    start: int
-    size: int
-    tokens: int
-    padding_left: Tensor | None
-    lengths: Tensor
-
-
 _PROBED_ROWS = 4
 # passes that read the training data under another name
 _DATA_OF = {"covariances": "train", "eigenvalues": "train"}
 
-BatchSink = Callable[[Batch, str, LayerGradient], None]
 Sink = Callable[[str, LayerGradient], None]
 
 
 @dataclass(eq=False)
 class Session:
-    """A model that is being attributed.
+    """A model that is being attributed, or stored gradients of one.
 
     Attributes:
-        model: The model.
-        selection: The layers to capture.
+        model: The model, or None where every pass reads a store.
+        selection: The layers to capture, or None without a model.
         device: Where the batches go.
         projection: Compression of every layer's gradient, or None.
         progress: Whether bars are shown.
         seed: Seed of what a method draws.
         checkpoint: Number of the checkpoint in the model, or None.
+        cache: Answers passes whose gradients are stored, or None.
+        stored: The layers of the stores, in place of a model, or None.
         live: The pass that is open, or None.
         notes: What a method wants recorded with its result, fit for JSON.
     """
 
-    model: nn.Module
-    selection: Selection
+    model: nn.Module | None
+    selection: Selection | None
     device: torch.device
     projection: Projection | None = None
     progress: bool = True
     seed: int = 0
     checkpoint: int | None = None
+    cache: AbstractPassCache | None = None
+    stored: StoredModel | None = None
     live: LivePass | None = field(default=None, init=False)
     notes: dict[str, Any] = field(default_factory=dict, init=False)
     _captured: int = field(default=0, init=False)
-    _data: dict[str, DataDigest] = field(default_factory=dict, init=False)
+    _replays: bool = field(default=False, init=False)
+    _data: dict[str, str] = field(default_factory=dict, init=False)
 
     @contextmanager
     def opened(
@@ -120,30 +114,89 @@ class Session:
         rows: Rows,
         loss: AbstractLoss,
         *,
-        batch_size: int,
+        batch_size: int | None,
         phase: str,
         sink: BatchSink,
         done: Callable[[Batch], None] | None = None,
     ) -> None:
-        """Capture every example's gradient, one pass over the data.
+        """Capture every example's gradient, one pass over the data, or read it from a store.
 
         Args:
-            rows: The data.
-            loss: One value an example, or several for a backward each.
-            batch_size: Rows a batch.
+            rows: The data, or rows of a store.
+            loss: One value an example, or several for a backward each; a store has its own.
+            batch_size: Rows a batch; None takes a store's blocks as they are.
             phase: What the bar says.
             sink: Receives ``(batch, layer name, gradient)`` inside each backward.
             done: Called after each backward: once a batch, or as often as the loss asks for.
         """
-        self._captured += len(rows)
-        digest = self._data[_DATA_OF.get(phase, phase)] = DataDigest()
-        if isinstance(rows, SourceRows):
-            for place in self._capture_source(rows, batch_size, phase, sink):
-                if done is not None:
-                    done(place)
-            return
-        with progress_bar(phase, len(rows), enabled=self.progress) as bar:
-            for start, size, raw in rows.batches(batch_size):
+        request = CapturePass(
+            rows=rows, loss=loss, batch_size=batch_size, phase=phase, sink=sink, done=done
+        )
+        if isinstance(rows, StoredRows):
+            digest = self._replay(request)
+        elif self.cache is not None and self.cache.covers(request):
+            run = self._captured
+            digest = self.cache.capture(request, self.capture_live)
+            self._replays |= self._captured < run + len(rows)
+        else:
+            digest = self.capture_live(request)
+        self._data[_DATA_OF.get(phase, phase)] = digest
+
+    def covariances(self, rows: Rows, loss: AbstractLoss) -> Attached | None:
+        """Give covariances that were accumulated while all of some rows were stored.
+
+        Args:
+            rows: The training data.
+            loss: Its loss.
+
+        Returns:
+            Tensors and metadata, or None where there are none.
+        """
+        if isinstance(rows, StoredRows):
+            return attached_covariances(rows.store, rows.records)
+        if self.cache is None:
+            return None
+        request = CapturePass(
+            rows=rows, loss=loss, batch_size=1, phase="covariances", sink=lambda *_: None
+        )
+        return self.cache.covariances(request) if self.cache.covers(request) else None
+
+    def _replay(self, request: CapturePass) -> str:
+        rows = request.rows
+        with progress_bar(request.phase, len(rows), enabled=self.progress) as bar:
+            for place in replay(
+                rows,
+                batch_size=request.batch_size,
+                device=self.device,
+                sink=request.sink,
+                done=request.done,
+            ):
+                bar.update(place.size)
+        return rows.digest
+
+    def capture_live(self, request: CapturePass, start: int = 0) -> str:
+        """Run the model on the rows of a pass.
+
+        Args:
+            request: The pass.
+            start: Number of the first row; a source of queries is run from its first.
+
+        Returns:
+            Digest of the rows that ran.
+        """
+        self._captured += len(request.rows) - start
+        digest = DataDigest()
+        if isinstance(request.rows, SourceRows):
+            self._capture_source(request, digest)
+        else:
+            self._capture_rows(request, start, digest)
+        return digest.hexdigest()
+
+    def _capture_rows(self, request: CapturePass, first: int, digest: DataDigest) -> None:
+        rows, loss, done = request.rows, request.loss, request.done
+        with progress_bar(request.phase, len(rows), enabled=self.progress) as bar:
+            bar.update(first)
+            for start, size, raw in rows.batches(request.batch_size, first):
                 values = move_batch(raw, self.device)
                 place = _place(start, size, values)
                 digest.add(content_ids(values, size))
@@ -151,7 +204,7 @@ class Session:
                 def receive(name: str, gradient: LayerGradient, place: Batch = place) -> None:
                     if self.projection is not None:
                         gradient = project(name, gradient, self.projection)
-                    sink(place, name, gradient)
+                    request.sink(place, name, gradient)
 
                 for losses in loss.rounds(self.model, values, start):
                     self.live.run(
@@ -194,29 +247,30 @@ class Session:
 
     def digests(self) -> dict[str, str]:
         """Digests of the weights and of the data of every pass, by name."""
-        data = {f"{phase}_digest": digest.hexdigest() for phase, digest in self._data.items()}
-        return {"model_digest": model_digest(self.model), **data}
+        data = {f"{phase}_digest": digest for phase, digest in self._data.items()}
+        weights = self.stored.digest if self.model is None else model_digest(self.model)
+        return {"model_digest": weights, **data}
 
-    def _capture_source(
-        self, rows: SourceRows, batch_size: int, phase: str, sink: BatchSink
-    ) -> Iterator[Batch]:
-        """Capture queries that bring their own batches, and tell where each batch stands."""
-        source, total = rows.source, QuerySum()
-        with progress_bar(phase, source.num_parts, enabled=self.progress) as bar:
-            for batch in source.batches(batch_size):
-                self._data[phase].add(batch.ids)
+    def _capture_source(self, request: CapturePass, digest: DataDigest) -> None:
+        """Capture queries that bring their own batches."""
+        rows, total = request.rows, QuerySum()
+        source = rows.source
+        with progress_bar(request.phase, source.num_parts, enabled=self.progress) as bar:
+            for batch in source.batches(request.batch_size):
+                digest.add(batch.ids)
                 start, size = (0, 1) if source.is_summed else (batch.start, batch.size)
                 lengths = torch.full((size,), batch.tokens)
                 place = Batch(start, size, batch.tokens, None, lengths)
-                add = total.add if source.is_summed else partial(sink, place)
+                add = total.add if source.is_summed else partial(request.sink, place)
                 self.run_part(rows, batch, add)
-                if not source.is_summed:
-                    yield place
+                if not source.is_summed and request.done is not None:
+                    request.done(place)
                 bar.update(batch.size)
         if source.is_summed:
             for name, gradient in total.layers.items():
-                sink(place, name, gradient)
-            yield place
+                request.sink(place, name, gradient)
+            if request.done is not None:
+                request.done(place)
 
     def _run(self, rows: Rows, loss: AbstractLoss, numbers: Sequence[int]) -> Tensor:
         if isinstance(rows, SourceRows):
@@ -227,7 +281,9 @@ class Session:
 
     def _warn_unreached(self) -> None:
         """Name the layers whose gradient was zero for every example of every pass."""
-        missing = self.live.never_reached() if self._captured else ()
+        # of passes that were not run here it is not known what they reached
+        told = self._captured and not self._replays
+        missing = self.live.never_reached() if told else ()
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             warnings.warn(

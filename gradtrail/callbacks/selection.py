@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,13 @@ from gradtrail.callbacks.selection_layers import trained_layers
 from gradtrail.callbacks.selection_log import Record, averaged, record_of
 from gradtrail.callbacks.selection_losses import LossFunction
 from gradtrail.callbacks.selection_options import ScoringOptions, SelectionOptions, options_from
-from gradtrail.callbacks.selection_probe import find_layouts, refuse_uncovered, rows_of_call
+from gradtrail.callbacks.selection_probe import (
+    find_layouts,
+    forward_hook,
+    refuse_uncovered,
+    rows_of_call,
+)
+from gradtrail.callbacks.selection_ranks import Ranks, find_ranks
 from gradtrail.callbacks.selection_removal import (
     OwnGradients,
     Removal,
@@ -24,14 +31,21 @@ from gradtrail.callbacks.selection_removal import (
     rescale,
 )
 from gradtrail.callbacks.selection_renormalize import Renormalization
-from gradtrail.callbacks.selection_targets import TargetChoice
+from gradtrail.callbacks.selection_targets import BatchTarget, TargetChoice
+from gradtrail.distributed import guarded
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import GradientBlock, LayerGradient
 from gradtrail.hooks import HookManager, OptimizerStep, select_layers
-from gradtrail.hooks.fixed import is_fixed
+from gradtrail.hooks.fixed import at_rest
 from gradtrail.hooks.step import ScaledLayers
+from gradtrail.hooks.wrapped import communicates, unwrapped
 
 __all__ = ["DataSelectionCallback"]
+
+_NOT_FINITE = (
+    "A score is not finite, so nothing is taken out of such a batch: its gradients stay as the "
+    "backward left them."
+)
 
 
 class DataSelectionCallback(AbstractStepCallback):
@@ -42,6 +56,11 @@ class DataSelectionCallback(AbstractStepCallback):
     returns, every ``.grad`` is what a backward over the kept examples alone would have left, and
     what earlier micro-batches left there is untouched. Forward values and random state are those
     of a run without the callback.
+
+    In several processes the model is given in its wrapper (DDP, FSDP, ``fully_shard``), to the
+    callback and the manager. All ranks' batches are then one: the target is the sum over ranks,
+    shares are of the joined batch, and every gradient is the mean over ranks without the rejected.
+    ``validation_loader`` gives every rank the same batches.
 
     Attributes:
         last_scores: Scores of the last backward's examples, on the CPU. Shape ``[b]``; with
@@ -107,6 +126,7 @@ class DataSelectionCallback(AbstractStepCallback):
         self._renormalization = Renormalization()
         self._own = OwnGradients()
         self._manager: HookManager | None = None
+        self._ranks: Ranks | None = None
         self._stack = ExitStack()
         self._has_probed = self._is_checked = False
         self._warned: set[str] = set()
@@ -122,7 +142,7 @@ class DataSelectionCallback(AbstractStepCallback):
             manager: The manager; it must capture every trained parameter, unprojected.
 
         Raises:
-            RuntimeError: If the callback is attached already, or there are several processes.
+            RuntimeError: If the callback is attached already.
             ValueError: If the manager captures something else, or its loss is no mean to make anew.
         """
         if self._manager is not None:
@@ -136,17 +156,18 @@ class DataSelectionCallback(AbstractStepCallback):
             raise ValueError(
                 "Data selection must have whole gradients, got a projection. Capture without."
             )
+        if manager.form.transform is not None:
+            raise ValueError(
+                "Data selection must have plain gradients, got optimizer=, which makes update "
+                "directions of them. Capture without."
+            )
         if self._renormalize and manager.loss_reduction == "sum":
             raise ValueError(
                 "renormalize must go with a mean loss, got loss_reduction='sum', which divides by "
                 "nothing. Leave it out, or say how the loss is reduced."
             )
-        processes = _num_processes()
-        if processes > 1:
-            raise RuntimeError(
-                f"Data selection must run in one process, got {processes}: their gradients are "
-                "averaged before an example could be taken out."
-            )
+        renormalizes = manager.loss_reduction if self._renormalize else None
+        self._ranks = find_ranks(self._model, renormalizes=renormalizes)
         refuse_uncovered(self._model, manager.coverage)
         self._layers = trained_layers(manager.selection.units, self._model)
         self._manager = manager
@@ -155,11 +176,12 @@ class DataSelectionCallback(AbstractStepCallback):
             stack.callback(self._let_go)
             # before the manager's own hook, which starts the capture
             handle = self._model.register_forward_pre_hook(
-                _forward_hook(self._model, self._before_forward), with_kwargs=True, prepend=True
+                forward_hook(self._model, self._before_forward), with_kwargs=True, prepend=True
             )
             stack.callback(handle.remove)
-            parameters = (p for layer in self._layers.values() for p in layer.parameters.values())
-            self._own.watch(manager, parameters)
+            if self._ranks is None:
+                layers = self._layers.values()
+                self._own.watch(manager, (p for one in layers for p in one.parameters.values()))
             self._stack = stack.pop_all()
 
     def on_step(self, block: GradientBlock) -> None:
@@ -168,6 +190,11 @@ class DataSelectionCallback(AbstractStepCallback):
         Args:
             block: Their gradients.
         """
+        if self._ranks is not None:
+            # the wrapper ends its own work on the gradients first
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP does
+            engine.queue_callback(partial(self._select_together, block))
+            return
         try:
             self._select(block)
         finally:
@@ -177,6 +204,8 @@ class DataSelectionCallback(AbstractStepCallback):
         """Start counting rejections anew."""
         del step
         self._renormalization.restart()
+        if self._ranks is not None:
+            self._ranks.forget()
 
     def on_detach(self) -> None:
         """Leave the model as it was."""
@@ -191,18 +220,27 @@ class DataSelectionCallback(AbstractStepCallback):
         self._own.close()
         self._manager.layouts.clear()
         self._manager.keeps_unscaled = False
-        self._manager = None
+        self._manager = self._ranks = None
         self._has_probed = self._is_checked = False
         self._renormalization.forget()
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Bring the target up to date; on the first batch, find out where layers hold it."""
-        manager = self._manager
-        if not self._has_probed:
-            run, main = rows_of_call(self._model, args, kwargs)
-            manager.layouts.update(find_layouts(self._model, manager.selection, run, main))
-            self._has_probed = True
-        self._target.prepare(manager.selection, manager.layouts)
+        manager, ranks = self._manager, self._ranks
+        waits = ranks is not None and communicates(self._model)
+        with guarded("preparing a data selection", model_communicates=waits):
+            if not self._has_probed:
+                inner = unwrapped(self._model)
+                run, main = rows_of_call(inner, args, kwargs)
+                rows = len(main) if ranks is None else ranks.fewest(len(main))
+                with at_rest(self._model):
+                    found = find_layouts(inner, manager.selection, run, main, rows)
+                manager.layouts.update(found)
+                self._has_probed = True
+            self._target.prepare(manager.selection, manager.layouts)
+            if ranks is not None:
+                ranks.refuse_different(self._target.norms())
+                ranks.begin()
 
     def _select(self, block: GradientBlock) -> None:
         refuse_uncovered(self._model, self._manager.coverage)
@@ -220,17 +258,66 @@ class DataSelectionCallback(AbstractStepCallback):
             dropped = self._reject(scores, total)
             self._remove(layers, dropped)
         elif scale:
-            self._warn(
-                "finite",
-                "A score is not finite, so nothing is taken out of such a batch: its gradients "
-                "stay as the backward left them.",
-            )
+            self._warn("finite", _NOT_FINITE)
         self._remember(block, scores, total, dropped)
+
+    def _select_together(self, block: GradientBlock) -> None:
+        """Do the same for all ranks' examples."""
+        with guarded("data selection"):
+            refuse_uncovered(self._model, self._manager.coverage)
+            scale, layers = float(self._manager.scale), block.layers
+            if isinstance(layers, ScaledLayers):
+                layers = layers.unscaled
+            scores, total = self._scores_together(layers, scale, len(block.ids))
+            dropped = {name: torch.zeros_like(total, dtype=torch.bool) for name in self._layers}
+            moves, odd = self._ranks.any_rank(scale != 0, not bool(torch.isfinite(total).all()))
+            if moves and not odd:
+                self._is_checked |= not self._is_checked and self._ranks.check(
+                    self._layers.values(), layers
+                )
+                dropped = self._reject_together(scores, total)
+            elif moves:
+                self._warn("finite", _NOT_FINITE)
+            if not odd:  # also without a rejection: something may wait to be taken out
+                masks = list(dropped.values())
+                factors = None
+                if self._renormalize:
+                    divisor, weights = float(self._manager.divisor), self._manager.weights[0]
+                    factors = self._ranks.factors(divisor, weights, masks)
+                self._ranks.remove(self._layers, layers, masks, factors)
+            self._ranks.end()
+            self._remember(block, scores, total, dropped)
+
+    def _scores_together(
+        self, layers: Mapping[str, LayerGradient], scale: float, count: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Scores of this rank's examples, by layer that a gradient reached and summed: [b]."""
+        found, ghost = {}, self._scoring.score_mode == "ghost"
+        for name, layer in self._layers.items():
+            gradient = layers.get(name)
+            if isinstance(self._target, BatchTarget):
+                values = self._ranks.batch_scores(layer, gradient, scale, ghost=ghost)
+            elif gradient is not None:
+                values = self._target.scores(layer, gradient, None, scale, ghost=ghost)
+            if gradient is not None:
+                found[name] = values.cpu().double()
+        total = torch.stack(list(found.values())).sum(0) if found else torch.zeros(count).double()
+        return found, total
+
+    def _reject_together(self, scores: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+        """By layer, which of this rank's examples are rejected from the joined batch."""
+        nothing = torch.zeros_like(total)
+        wise = self._options.layer_wise
+        decisions = [scores.get(name, nothing) for name in self._layers] if wise else [total]
+        found, joined = self._ranks.rejected(self._options, decisions)
+        self._warn_of_count(joined)
+        masks = found if wise else found * len(self._layers)
+        return dict(zip(self._layers, masks, strict=True))
 
     def _score(self, name: str, gradient: LayerGradient, scale: float) -> Tensor:
         """Scores of one layer: [b]."""
         layer = self._layers[name]
-        own = {role: _own_part(p, self._own.of(p)) for role, p in layer.parameters.items()}
+        own = {role: self._own.part(p) for role, p in layer.parameters.items()}
         ghost = self._scoring.score_mode == "ghost"
         return self._target.scores(layer, gradient, own, scale, ghost=ghost)
 
@@ -244,12 +331,7 @@ class DataSelectionCallback(AbstractStepCallback):
     def _reject(self, scores: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
         """By layer, which examples are rejected."""
         options = self._options
-        if options.threshold_mode != "hard" and not options.count(len(total)):
-            self._warn(
-                "count",
-                f"threshold={options.threshold} of a batch of {len(total)} comes to no example, so "
-                "none is rejected. Take larger batches or a larger share.",
-            )
+        self._warn_of_count(len(total))
         if options.layer_wise:
             nothing = torch.zeros_like(total, dtype=torch.bool)
             rejected = {name: options.rejected(values) for name, values in scores.items()}
@@ -288,31 +370,16 @@ class DataSelectionCallback(AbstractStepCallback):
         self.history.append(record)
         self._unlogged.append(record)
 
+    def _warn_of_count(self, size: int) -> None:
+        options = self._options
+        if options.threshold_mode != "hard" and not options.count(size):
+            self._warn(
+                "count",
+                f"threshold={options.threshold} of a batch of {size} comes to no example, so "
+                "none is rejected. Take larger batches or a larger share.",
+            )
+
     def _warn(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(message, GradTrailWarning, stacklevel=2)
-
-
-def _forward_hook(
-    model: nn.Module, before: Callable[[tuple[Any, ...], dict[str, Any]], None]
-) -> Callable[..., None]:
-    """A pre-hook that acts on the model's own forwards with a graph."""
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is model and torch.is_grad_enabled() and not is_fixed(module):
-            before(args, kwargs)
-
-    return enter
-
-
-def _num_processes() -> int:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if there else 1
-
-
-def _own_part(parameter: nn.Parameter, noted: Tensor | None) -> Tensor:
-    """What the last backward brought to a parameter."""
-    if noted is not None:
-        return noted
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -5,10 +5,8 @@ Suffixes: b example, s position, i layer input, o layer output, d parameter entr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -25,6 +23,8 @@ from gradtrail.factors import (
     to_dense,
 )
 from gradtrail.hooks import Owner, Unit
+from gradtrail.hooks.parameter_rows import entry_order
+from gradtrail.hooks.wrapped import named_parameters, take_apart, whole_shape
 
 __all__ = [
     "Contribution",
@@ -90,6 +90,10 @@ class TrainedLayer:
     names: dict[str, str]
     _orders: dict[tuple[int, ...], tuple[int, ...] | Tensor] = field(default_factory=dict)
 
+    def shape(self, role: str) -> torch.Size:
+        """Shape of a whole parameter, also where this process holds a part of it."""
+        return whole_shape(self.owner.module, role)
+
     def total(
         self, gradient: LayerGradient, rows_k: Tensor | None
     ) -> dict[str, list[Contribution]]:
@@ -151,37 +155,14 @@ class TrainedLayer:
 
     def _order_of(self, shape: tuple[int, ...], *, has_bias: bool) -> tuple[int, ...] | Tensor:
         if shape not in self._orders:
-            self._orders[shape] = self._order(shape, has_bias=has_bias)
+            self._orders[shape] = entry_order(self.owner, shape, has_bias=has_bias)
         return self._orders[shape]
-
-    def _order(self, shape: tuple[int, ...], *, has_bias: bool) -> tuple[int, ...] | Tensor:
-        """Find how the weight's entries lie in the written-out gradient.
-
-        Args:
-            shape: Shape of the weight part there.
-            has_bias: Whether a bias follows it.
-
-        Returns:
-            The order of its axes, or where that does not say it, the place of every entry.
-        """
-        width = math.prod(shape) + has_bias * shape[0]
-        to_parameters = partial(self.owner.rule.to_parameters, self.owner.module)
-        blank = torch.empty(1, width, device="meta")  # tells the layout without memory
-        view = to_parameters(DenseGradient(blank, shape, has_bias))["weight"]
-        strides = view.stride()[1:]
-        order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
-        laid_out = view[0].permute(order)
-        if view._base is blank and laid_out.is_contiguous() and not view.storage_offset():  # noqa: SLF001  # torch says it nowhere else
-            return order
-        count_d = torch.arange(width, dtype=torch.float64)
-        numbered = DenseGradient(count_d.unsqueeze(0), shape, has_bias)
-        return to_parameters(numbered)["weight"][0].reshape(-1).long()
 
     def _is_table(self, part: EmbeddingFactors) -> bool:
         """Whether the parameter is the table as it stands."""
         o = part.output_gradient_bso.shape[2]
         plain = isinstance(self.owner.module, (nn.Embedding, nn.EmbeddingBag, nn.Linear))
-        return plain and self.parameters["weight"].shape == (part.num_embeddings, o)
+        return plain and self.shape("weight") == (part.num_embeddings, o)
 
 
 def trained_layers(units: tuple[Unit, ...], model: nn.Module) -> dict[str, TrainedLayer]:
@@ -194,7 +175,8 @@ def trained_layers(units: tuple[Unit, ...], model: nn.Module) -> dict[str, Train
     Returns:
         By layer name.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    take_apart(model)
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
     found = {}
     for unit in units:
         owner = unit.owners[0]

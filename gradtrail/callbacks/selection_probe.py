@@ -6,15 +6,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradtrail.errors import GradTrailWarning, UnsupportedLayerError
 from gradtrail.hooks import Coverage, LivePass, Selection, first_tensor, take_rows, tokens_of
+from gradtrail.hooks.fixed import is_fixed
 from gradtrail.hooks.identity import call_fields
 from gradtrail.hooks.layout import Layout
 from gradtrail.hooks.tensors import tensors_in
+from gradtrail.hooks.wrapped import named_parameters
 
-__all__ = ["find_layouts", "refuse_uncovered", "rows_of_call"]
+__all__ = ["find_layouts", "forward_hook", "refuse_uncovered", "rows_of_call"]
 
 
 def refuse_uncovered(model: nn.Module, coverage: Coverage) -> None:
@@ -28,7 +31,7 @@ def refuse_uncovered(model: nn.Module, coverage: Coverage) -> None:
         UnsupportedLayerError: If no example can be taken out of a trained parameter's gradient.
         ValueError: If a parameter that is not trained would enter the scores.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name for name, parameter in named_parameters(model) if parameter.requires_grad}
     open_ones, frozen = [], []
     for entry in coverage.entries:
         if entry.name in trained and entry.status != "covered":
@@ -57,6 +60,7 @@ def find_layouts(
     selection: Selection,
     run: Callable[[Sequence[int]], Tensor],
     main: Tensor,
+    num_rows: int | None = None,
 ) -> Mapping[str, Layout]:
     """Find out on the first batch where every layer holds the examples.
 
@@ -69,6 +73,7 @@ def find_layouts(
         selection: The captured layers.
         run: Runs some rows of the batch and gives a scalar that depends on them.
         main: The model's main input for the whole batch. Shape ``[b, ...]``.
+        num_rows: Rows that may be run; None for all.
 
     Returns:
         By module name. A layer whose examples cannot be told apart is refused like one without
@@ -76,7 +81,7 @@ def find_layouts(
     """
     with warnings.catch_warnings(), LivePass(model, selection) as live:
         warnings.simplefilter("ignore", GradTrailWarning)  # what it warns of is refused below
-        live.probe(run, tokens_of(main), min(len(main), 4))
+        live.probe(run, tokens_of(main), min(len(main) if num_rows is None else num_rows, 4))
     refuse_uncovered(model, live.selection.coverage)
     return live.layouts
 
@@ -105,6 +110,18 @@ def rows_of_call(
         return sum(tensor.double().square().sum() for tensor in found)
 
     return run, main
+
+
+def forward_hook(
+    model: nn.Module, before: Callable[[tuple[Any, ...], dict[str, Any]], None]
+) -> Callable[..., None]:
+    """Make a pre-hook that acts on the model's own forwards with a graph."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is model and torch.is_grad_enabled() and not is_fixed(module):
+            before(args, kwargs)
+
+    return enter
 
 
 def _is_scalar(value: Any) -> bool:  # noqa: ANN401

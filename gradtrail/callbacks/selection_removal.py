@@ -19,7 +19,17 @@ from gradtrail.errors import CaptureError
 from gradtrail.factors import DenseGradient, LayerGradient, LinearFactors, tensors_of
 from gradtrail.hooks import HookManager
 
-__all__ = ["OwnGradients", "Removal", "check_sum", "remove", "rescale"]
+__all__ = [
+    "OwnGradients",
+    "Removal",
+    "add_contribution",
+    "check_sum",
+    "refuse_other_sum",
+    "remove",
+    "rescale",
+    "size_bound",
+    "tolerance_of",
+]
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION = 5e-2
@@ -63,6 +73,13 @@ class OwnGradients:
             The part, not to be changed; None where all of ``.grad`` is.
         """
         return None if id(parameter) in self._fresh else self._noted.get(id(parameter))
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """What the last backward brought to a watched parameter, not to be changed."""
+        noted = self.of(parameter)
+        if noted is not None:
+            return noted
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def forget(self) -> None:
         """Let go of the last backward's parts."""
@@ -153,7 +170,7 @@ def remove(
             continue
         for role, terms in layer.total(part, rows).items():
             for term in terms:
-                _add(wide[role], term, weight)
+                add_contribution(wide[role], term, weight)
     for role, parameter in layer.parameters.items():
         if wide[role] is not parameter.grad:
             parameter.grad.copy_(wide[role])
@@ -175,7 +192,7 @@ def check_sum(layer: TrainedLayer, gradient: LayerGradient, own: OwnGradients) -
         own: What the backward added to each parameter.
 
     Raises:
-        CaptureError: If it is not.
+        CaptureError: If it is not, or there is none.
     """
     terms = layer.total(gradient, None)
     for role, parameter in layer.parameters.items():
@@ -189,16 +206,38 @@ def check_sum(layer: TrainedLayer, gradient: LayerGradient, own: OwnGradients) -
         part = _plain(parameter.grad if noted is None else noted)
         total = torch.zeros_like(part)
         for term in terms[role]:
-            _add(total, term, 1.0)
-        error, size = float((total - part).norm()), float(part.norm())
-        tolerance = _TOLERANCE.get(_lowest(gradient, parameter), _LOW_PRECISION)
-        # some gradients are sums that cancel (a key's bias): what is left of them is rounding
-        if error > tolerance * (size + _CANCELLED * _bound(gradient)):
-            raise CaptureError(
-                f"The gradient of {name} must be the sum of its examples' gradients, got norm "
-                f"{size:.4g} beside a sum of norm {float(total.norm()):.4g}, {error:.4g} apart. "
-                "Penalties, and hooks that change gradients, belong to no example: leave them out."
-            )
+            add_contribution(total, term, 1.0)
+        norms = (float((total - part).norm()), float(part.norm()), float(total.norm()))
+        refuse_other_sum(name, norms, size_bound(gradient), tolerance_of(gradient, parameter))
+
+
+def refuse_other_sum(
+    name: str, norms: tuple[float, float, float], bound: float, tolerance: float
+) -> None:
+    """Refuse a gradient that is not the sum of its examples' contributions.
+
+    Args:
+        name: Name of the parameter.
+        norms: Of the difference, of the gradient, and of the sum.
+        bound: What the sum's norm comes near to at most.
+        tolerance: Relative, for dtypes that took part.
+
+    Raises:
+        CaptureError: If they are further apart than that.
+    """
+    error, size, total = norms
+    # some gradients are sums that cancel (a key's bias): what is left of them is rounding
+    if error > tolerance * (size + _CANCELLED * bound):
+        raise CaptureError(
+            f"The gradient of {name} must be the sum of its examples' gradients, got norm "
+            f"{size:.4g} beside a sum of norm {total:.4g}, {error:.4g} apart. "
+            "Penalties, and hooks that change gradients, belong to no example: leave them out."
+        )
+
+
+def tolerance_of(gradient: LayerGradient, parameter: nn.Parameter) -> float:
+    """How far apart a gradient and a sum may be, relative to their size."""
+    return _TOLERANCE.get(_lowest(gradient, parameter), _LOW_PRECISION)
 
 
 def _rescale(wide: Tensor, noted: Tensor | None, factor: float, carry: float) -> None:
@@ -215,7 +254,7 @@ def _rescale(wide: Tensor, noted: Tensor | None, factor: float, carry: float) ->
         wide.add_(noted.to(wide.dtype), alpha=factor - carry)
 
 
-def _add(wide: Tensor, term: Contribution, weight: float) -> None:
+def add_contribution(wide: Tensor, term: Contribution, weight: float) -> None:
     """Add a contribution, times a weight, in place."""
     if isinstance(term, Tensor):
         wide.add_(term.to(wide.dtype), alpha=weight)
@@ -273,7 +312,7 @@ def _lowest(gradient: LayerGradient, parameter: nn.Parameter) -> torch.dtype:
     return max([parameter.dtype, *dtypes], key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _bound(gradient: LayerGradient) -> float:
+def size_bound(gradient: LayerGradient) -> float:
     """A size that the layer's summed gradient cannot exceed, but comes near to."""
     bound = 0.0
     for part in parts_of(gradient):

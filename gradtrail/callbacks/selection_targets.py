@@ -15,7 +15,9 @@ from gradtrail.callbacks.selection_losses import LossFunction, moved, run_pass, 
 from gradtrail.callbacks.selection_scores import batch_scores, target_scores
 from gradtrail.factors import DenseGradient, LayerGradient
 from gradtrail.hooks import LivePass, Selection
+from gradtrail.hooks.fixed import at_rest
 from gradtrail.hooks.layout import Layout
+from gradtrail.hooks.wrapped import unwrapped
 from gradtrail.options import check_choice, check_positive
 
 __all__ = ["AbstractTarget", "BatchTarget", "FixedTarget", "TargetChoice", "ValidationTarget"]
@@ -89,6 +91,14 @@ class AbstractTarget(abc.ABC):
         """
 
     @abc.abstractmethod
+    def norms(self) -> dict[str, float]:
+        """Say by what ranks can tell that they have the same target.
+
+        Returns:
+            Norms by name; empty where ranks make the target together.
+        """
+
+    @abc.abstractmethod
     def scores(
         self,
         layer: TrainedLayer,
@@ -117,6 +127,10 @@ class BatchTarget(AbstractTarget):
 
     def prepare(self, selection: Selection, layouts: Mapping[str, Layout]) -> None:
         """Nothing to bring up to date."""
+
+    def norms(self) -> dict[str, float]:
+        """None: it is the sum over all ranks."""
+        return {}
 
     def scores(
         self,
@@ -160,9 +174,9 @@ class FixedTarget(AbstractTarget):
                 f"{type(gradient).__name__}. Collect it as {{name: p.grad.clone()}}."
             )
         expected = {
-            layer.names[role]: (layer.name, role, parameter.shape)
+            layer.names[role]: (layer.name, role, layer.shape(role))
             for layer in layers.values()
-            for role, parameter in layer.parameters.items()
+            for role in layer.parameters
         }
         odd = sorted(expected.keys() ^ gradient.keys())
         if odd:
@@ -171,6 +185,7 @@ class FixedTarget(AbstractTarget):
                 f"target_gradient must hold every trained parameter and no other, got {what}: "
                 f"{', '.join(odd[:5])}. Give zeros for those that do not count."
             )
+        self._norms = {name: float(value.norm()) for name, value in gradient.items()}
         self._values: dict[str, dict[str, Tensor]] = {}
         for name, value in gradient.items():
             layer, role, shape = expected[name]
@@ -185,6 +200,10 @@ class FixedTarget(AbstractTarget):
 
     def prepare(self, selection: Selection, layouts: Mapping[str, Layout]) -> None:
         """Nothing to bring up to date."""
+
+    def norms(self) -> dict[str, float]:
+        """Norms of the given gradient."""
+        return self._norms
 
     def scores(
         self,
@@ -254,12 +273,16 @@ class ValidationTarget(AbstractTarget):
 
         # the pass puts the random state back, which loaders draw from too
         if self._live is None or self._live.selection is not selection:
-            self._live = LivePass(self._model, selection, layouts)
-        with self._live as live:
+            self._live = LivePass(unwrapped(self._model), selection, layouts)
+        with at_rest(self._model), self._live as live:
             device = next(self._model.parameters()).device
             for _ in range(self._batches):
                 run_pass(live, moved(self._next(), device), self._loss, "validation_loss", sink)
         self._targets = {name: Direction.of(total) for name, total in totals.items()}
+
+    def norms(self) -> dict[str, float]:
+        """Norms of the validation gradient."""
+        return {name: float(target.weight.norm()) for name, target in self._targets.items()}
 
     def scores(
         self,

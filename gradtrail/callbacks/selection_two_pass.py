@@ -17,7 +17,9 @@ from gradtrail.callbacks.selection_targets import TargetChoice
 from gradtrail.errors import CaptureError
 from gradtrail.factors import LayerGradient, merge_uses
 from gradtrail.hooks import LivePass, batch_length, first_tensor, select_layers, take_rows
+from gradtrail.hooks.fixed import at_rest
 from gradtrail.hooks.layout import Layout
+from gradtrail.hooks.wrapped import unwrapped
 
 __all__ = ["TwoPassSelection"]
 
@@ -112,7 +114,8 @@ class TwoPassSelection:
         device = next(self._model.parameters()).device
         there = moved(batch, device)
         if self._live is None:
-            self._live = LivePass(self._model, self._selection, self._probe(there))
+            inner = unwrapped(self._model)
+            self._live = LivePass(inner, self._selection, self._probe(there))
         self._target.prepare(self._selection, self._live.layouts)
         ghost = self._scoring.score_mode == "ghost"
         found: list[Tensor] = []
@@ -121,7 +124,7 @@ class TwoPassSelection:
             layer, gradient = self._layers[name], merge_uses(gradient)
             found.append(self._target.scores(layer, gradient, None, 1.0, ghost=ghost).to(device))
 
-        with self._live as live:
+        with at_rest(self._model), self._live as live:
             run_pass(live, there, self._loss, "loss", sink)
         nothing = torch.zeros(batch_length(batch))  # no label counts, so no gradient comes
         scores = torch.stack([*found, nothing.to(device)]).cpu().double().sum(0)
@@ -140,7 +143,10 @@ class TwoPassSelection:
         if not batch_length(batch):
             return {}  # the pass says what is missing
 
-        def run(rows: list[int]) -> Tensor:
-            return self._loss(self._model, take_rows(batch, rows)).sum()
+        inner = unwrapped(self._model)
 
-        return find_layouts(self._model, self._selection, run, main)
+        def run(rows: list[int]) -> Tensor:
+            return self._loss(inner, take_rows(batch, rows)).sum()
+
+        with at_rest(self._model):
+            return find_layouts(inner, self._selection, run, main)

@@ -37,8 +37,13 @@ __all__ = [
 class JoinMemo:
     """Remembers joined activations, so that layers which shared an input still share it."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, *, limit: int | None = None) -> None:
+        """Start empty.
+
+        Args:
+            limit: How many inputs are remembered, the last ones; None remembers all.
+        """
+        self._limit = limit
         self._joined: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
 
     def join(self, pieces: list[Tensor], positions: int) -> Tensor:
@@ -53,6 +58,8 @@ class JoinMemo:
         """
         key = tuple(id(piece) for piece in pieces)
         if key not in self._joined:
+            if len(self._joined) == self._limit:
+                self._joined.pop(next(iter(self._joined)))
             self._joined[key] = (pieces, _stack(pieces, positions))
         return self._joined[key][1]
 
@@ -61,8 +68,9 @@ def concatenate(gradients: Sequence[LayerGradient], memo: JoinMemo | None = None
     """Join the gradients of one layer over batches.
 
     Args:
-        gradients: At least one, all of one layer and kind; lengths may differ and are padded
-            with positions of zero gradient, numbers of uses with uses of zero gradient.
+        gradients: At least one, all of one layer; lengths may differ and are padded with positions
+            of zero gradient, numbers of uses with uses of zero gradient. Where some are written
+            out, all are.
         memo: Keeps inputs shared that were shared between layers.
 
     Returns:
@@ -74,8 +82,9 @@ def concatenate(gradients: Sequence[LayerGradient], memo: JoinMemo | None = None
     memo = memo or JoinMemo()
     if any(isinstance(gradient, SumGradient) for gradient in gradients):
         return _concatenate_uses(gradients, memo)
-    if isinstance(first, DenseGradient):
-        return replace(first, values_bd=torch.cat([part.values_bd for part in gradients]))
+    if any(isinstance(gradient, DenseGradient) for gradient in gradients):
+        parts = [to_dense(gradient) for gradient in gradients]
+        return replace(parts[0], values_bd=torch.cat([part.values_bd for part in parts]))
     positions = max(part.num_positions for part in gradients)
     if isinstance(first, EmbeddingFactors):
         return replace(

@@ -8,8 +8,11 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["hold_fixed", "is_fixed", "marked_fixed"]
+from gradtrail.hooks.wrapped import flat_parameters, take_apart
+
+__all__ = ["at_rest", "hold_fixed", "is_fixed", "marked_fixed"]
 
 # modules of models that are held fixed, with how often
 _FIXED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -30,7 +33,10 @@ def hold_fixed(model: nn.Module, stack: ExitStack) -> None:
     stack.enter_context(torch.inference_mode(mode=False))
     stack.enter_context(torch.enable_grad())
     stack.callback(_restore_random_state, *_random_state())
-    for parameter in model.parameters():
+    # whole parameters that fully_shard made for an earlier pass have flags of their own
+    take_apart(model)
+    stack.callback(take_apart, model)
+    for parameter in (*model.parameters(), *flat_parameters(model)):
         stack.callback(parameter.requires_grad_, parameter.requires_grad)
         parameter.requires_grad_(False)  # noqa: FBT003  # torch's own signature
     for module in model.modules():
@@ -60,6 +66,24 @@ def marked_fixed(model: nn.Module) -> Iterator[None]:
             _FIXED[module] -= 1
             if not _FIXED[module]:
                 del _FIXED[module]
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Keep captures of training, and DDP's reductions, out of passes over a fixed model.
+
+    Args:
+        model: The model in its wrappers.
+
+    Yields:
+        Nothing.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(marked_fixed(model))
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        yield
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:

@@ -63,6 +63,7 @@ def _rms_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     known = _SEEN.setdefault(module, {})
 
     def forward(x: Tensor) -> Tensor:
+        weight = module.weight  # FSDP puts another in its place for a pass
         if x.dtype != weight.dtype:
             return own(x)
         if x.dtype not in known:

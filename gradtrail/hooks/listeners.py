@@ -65,6 +65,7 @@ class Listeners:
         """
         self.optimizer: Optimizer | None = None
         self.optimizer_steps = 0
+        self.scaler: Any = None
         self._callbacks = tuple(callbacks)
         self._pending: list[GradientBlock] = []
 
@@ -84,6 +85,7 @@ class Listeners:
             self._pending.clear()
             if optimizer is not None:
                 self.optimizer = _innermost(optimizer)
+                self.scaler = getattr(optimizer, "scaler", None)  # of accelerate's wrapper
                 handle = self.optimizer.register_step_post_hook(self._after_step)
                 stack.callback(handle.remove)
             for callback in self._callbacks:
@@ -121,7 +123,7 @@ class Listeners:
         self.optimizer_step(skipped=False)
 
     def _forget(self) -> None:
-        self.optimizer = None
+        self.optimizer = self.scaler = None
         self._pending.clear()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrail.errors import CaptureError, GradTrailWarning
-from gradtrail.factors import to_dense
+from gradtrail.factors import map_tensors, to_dense
 from gradtrail.hooks.capture import Anchor, Capture, HookedModule, Sink
 from gradtrail.hooks.fixed import hold_fixed, is_fixed
 from gradtrail.hooks.fused import fuse_elementwise
@@ -24,6 +24,7 @@ from gradtrail.hooks.layout import Layout, Seen, compare_calls, confirm_order
 from gradtrail.hooks.outside import OutsideReads
 from gradtrail.hooks.selection import Selection
 from gradtrail.hooks.taps import Taps
+from gradtrail.hooks.wrapped import communicates, lent_storages
 
 __all__ = ["LivePass", "is_fixed"]
 
@@ -192,7 +193,8 @@ class LivePass:
     def _forward(
         self, losses: Callable[[], Any], batch: int, tokens: int, sink: Sink, *, several: bool
     ) -> tuple[Capture, tuple[Tensor, ...]]:
-        capture = Capture(batch, tokens, sink, live=True, layouts=self.layouts)
+        owning = self._owning(sink) if communicates(self.model) else sink
+        capture = Capture(batch, tokens, owning, live=True, layouts=self.layouts)
         with self.taps.forward(capture):
             values = losses()
         if several and isinstance(values, Tensor) and values.dim():
@@ -207,6 +209,15 @@ class LivePass:
                 'scalar pass loss_reduction="sum", "mean" or "token_mean".'
             )
         return capture, rows
+
+    def _owning(self, sink: Sink) -> Sink:
+        """Hand copies on of what lies in parameters that FSDP lets go of after the pass."""
+        lent = lent_storages(self.model, ())
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor
+
+        return lambda name, gradient: sink(name, map_tensors(gradient, own))
 
     def _backward(self, capture: Capture, values: Tensor, *, keep_graph: bool) -> None:
         """Run one backward.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -12,22 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtrail.errors import CaptureError, GradTrailWarning
+from gradtrail.errors import CaptureError
 from gradtrail.factors import GradientBlock, LayerGradient, Projection
 from gradtrail.hooks.batch import first_tensor, tokens_of
-from gradtrail.hooks.capture import Capture, HookedModule
+from gradtrail.hooks.capture import Capture
 from gradtrail.hooks.coverage import Coverage
-from gradtrail.hooks.identity import batch_ids, call_fields
+from gradtrail.hooks.examples import BatchShape, ExampleIds, batch_shape
+from gradtrail.hooks.identity import call_fields
 from gradtrail.hooks.layout import Layout
 from gradtrail.hooks.listeners import Listeners, StepCallback
 from gradtrail.hooks.live import is_fixed
-from gradtrail.hooks.notices import reasons_of, warn_frozen, warn_mixing
-from gradtrail.hooks.outside import OutsideReads
+from gradtrail.hooks.notices import warn_frozen
+from gradtrail.hooks.optimizer_state import OptimizerSnapshot
 from gradtrail.hooks.reduction import LossReduction, LossScale, Reduction
+from gradtrail.hooks.refusals import Refusals
 from gradtrail.hooks.selection import LayerChoice, Selection, select_layers
-from gradtrail.hooks.step import Form, Step
+from gradtrail.hooks.step import Form, Observer, Step
 from gradtrail.hooks.taps import Backward, Taps
 from gradtrail.hooks.tensors import tensors_in
+from gradtrail.hooks.update_directions import UpdateDirections
+from gradtrail.hooks.wrapped import lent_storages
 from gradtrail.options import check_choice
 
 __all__ = ["HookManager"]
@@ -53,6 +57,7 @@ class HookManager:
         loss_scale: LossScale | None = None,
         projection: Projection | None = None,
         capture: Literal["factored", "materialized", "auto"] = "factored",
+        optimizer: Optimizer | OptimizerSnapshot | None = None,
         sample_id_key: str | int | None = None,
         sample_hash_fields: Sequence[str | int] | None = None,
         callbacks: Sequence[StepCallback] = (),
@@ -61,6 +66,11 @@ class HookManager:
 
         A per-example gradient is the gradient of that example's own summed loss, so where the
         loop's loss is a mean its divisor is multiplied back.
+
+        With an ``optimizer`` every gradient becomes the optimizer's update direction: what a step
+        on it alone would move the parameters by, divided by ``-lr`` and without weight decay, from
+        the optimizer's state at the time of the backward (or the snapshot's). Directions are
+        written out layer by layer, then projected where that is asked for.
 
         Args:
             model: The model that is called in the loop.
@@ -72,6 +82,7 @@ class HookManager:
             loss_scale: What the loop multiplies its loss with besides: a number, a function, None.
             projection: Compression of every layer's gradient, or None.
             capture: Factors as they are, written out, or whichever is smaller.
+            optimizer: Turns gradients into update directions; it holds every captured parameter.
             sample_id_key: Forward argument (name or position) that holds the ids, or None.
             sample_hash_fields: Arguments that the content hash covers; None means all.
             callbacks: Functions that are called with every block, or listeners; in order.
@@ -83,32 +94,36 @@ class HookManager:
         self.scale: float | Tensor = 1.0
         self.divisor: float | Tensor = 1.0
         self.weights: Tensor | None = None
+        self.batch_shape: BatchShape | None = None
         self.divisor_spans_step = False
         self.keeps_unscaled = False  # for a callback that takes ScaledLayers.unscaled
         self.layouts: dict[str, Layout] = {}  # where layers hold the batch; others are guessed
+        # by callback: what it notes of each captured forward's arguments, and of the last block's
+        self.forward_notes: dict[Hashable, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {}
+        self.notes: dict[Hashable, Any] = {}
         self._selection = select_layers(
             model, layers=layers, exclude=exclude, include_frozen=include_frozen
         )
+        self.loss_reduction = loss_reduction
+        self.callbacks = tuple(callbacks)
         self._reduction = Reduction(model, loss_reduction, loss_scale)
-        self._form = Form(projection, capture)
-        self._id_key = sample_id_key
-        self._hash_fields = sample_hash_fields
+        self._observers: OrderedDict[int, Observer] = OrderedDict()
+        transform = None
+        if optimizer is not None:
+            transform = UpdateDirections(model, self._selection.units, optimizer)
+        self.form = Form(projection, capture, self._observers, transform)
+        self.ids = ExampleIds(sample_id_key, sample_hash_fields)
         self._listeners = Listeners(callbacks)
         self._taps = Taps(self._selection.units)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._open: list[Step | None] = []
-        self._reported: set[frozenset[str]] = set()
-        self._refused: dict[str, str] = {}
-        self._strayed = False
-        self._reads: OutsideReads | None = None
-        self._has_looked = False
-        self._outside: dict[str, str] = {}
+        self._refusals = Refusals(model, self._selection, self._taps.modules)
         warn_frozen(model, self._selection)
 
     @property
     def coverage(self) -> Coverage:
         """Every parameter with its status, as far as is known by now."""
-        return self._selection.coverage.without_layers(self._refused)
+        return self._selection.coverage.without_layers(self._refusals.reasons)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -126,14 +141,9 @@ class HookManager:
         return self._taps.backward_under_way
 
     @property
-    def loss_reduction(self) -> LossReduction:
-        """How the loop's loss is reduced."""
-        return self._reduction.kind
-
-    @property
     def projection(self) -> Projection | None:
         """Compression of every layer's gradient."""
-        return self._form.projection
+        return self.form.projection
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -149,9 +159,40 @@ class HookManager:
     def optimizer_steps(self, steps: int) -> None:
         self._listeners.optimizer_steps = steps
 
+    @property
+    def scaler_factor(self) -> float:
+        """What a loss scaler multiplies losses with at present and takes out before a step.
+
+        It is known where the optimizer brings its scaler along, as a ``Trainer``'s does, and where
+        ``loss_scale`` is the ``get_scale`` of one; else 1.
+
+        Returns:
+            The factor.
+        """
+        scaler = self._listeners.scaler or self._reduction.scaler
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
     def skip_optimizer_step(self) -> None:
         """Say that an optimizer step did not happen, because a gradient was not finite."""
         self._listeners.optimizer_step(skipped=True)
+
+    def observe(self, observer: Observer) -> torch.utils.hooks.RemovableHandle:
+        """Have a function called with each layer's gradient before it is written out.
+
+        It is called inside the backward, as ``(layer name, gradient)``, with the gradient of the
+        examples' own losses, projected where the capture projects. What it is given it must not
+        change, nor keep: the input may be the loop's own, and would be held past its layer's
+        backward. A backward that raises may have called it for some layers.
+
+        Args:
+            observer: The function.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        handle = torch.utils.hooks.RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
 
     @contextmanager
     def collect(self, optimizer: Optimizer | None = None) -> Iterator[HookManager]:
@@ -184,7 +225,7 @@ class HookManager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(self.remove)
             self._taps.install()
-            self._taps.on_stray = self._warn_stray
+            self._taps.on_stray = self._refusals.warn_stray
             self._handles = [
                 self.model.register_forward_pre_hook(enter, with_kwargs=True),
                 self.model.register_forward_hook(leave, always_call=True),
@@ -201,7 +242,7 @@ class HookManager:
         self._taps.current = None
         self._taps.recompute_for(None)
         self._open.clear()
-        self._stop_looking()
+        self._refusals.stop_looking()
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start a capture at the root forward."""
@@ -218,7 +259,7 @@ class HookManager:
             return
         fields = call_fields(args, kwargs)
         scalars = [n for n, v in fields.items() if isinstance(v, Tensor) and v.dim() == 0]
-        aside = {*scalars, str(self._id_key)}
+        aside = {*scalars, self.ids.key}
         batch = {name: value for name, value in fields.items() if name not in aside}
         main = first_tensor(batch)
         if main is None:
@@ -228,23 +269,20 @@ class HookManager:
             )
         size = main.shape[0]
         capture = Capture(size, tokens_of(batch), sink=_ignore, layouts=self.layouts)
-        lent = [*self.model.parameters(), *self.model.buffers(), *tensors_in(fields)]
-        borrowed = frozenset(tensor.untyped_storage().data_ptr() for tensor in lent)
-        step = Step(capture, self._form, self._ids(fields, size), borrowed=borrowed)
+        borrowed = lent_storages(self.model, tensors_in(fields))
+        step = Step(capture, self.form, self.ids.of(fields, size), borrowed=borrowed)
         step.divisor = self._reduction.divisor(fields, size)
         step.weights = self._reduction.weights(fields, size)
         step.spans = self._reduction.spans_step(fields)
         step.keeps_unscaled = self.keeps_unscaled
+        step.shape = batch_shape(batch, size)
+        step.notes = {key: note(args, kwargs) for key, note in self.forward_notes.items()}
         step.fields = fields if self._reduction.measures else {}
         capture.sink = step.keep
         capture.start = partial(self._begin_backward, step)
         self._open.append(step)
         self._taps.current = capture
-        if not self._has_looked:  # the first forward is as good as any
-            self._has_looked = True
-            warn_mixing(self.model)
-            self._reads = OutsideReads(self._taps.modules)
-            self._reads.__enter__()
+        self._refusals.look()
 
     def _leave(self, output: Any) -> None:  # noqa: ANN401
         """End the forward and wait for the backward at the model's outputs."""
@@ -253,7 +291,7 @@ class HookManager:
             return
         self._taps.current = None
         step.capture.end_forward()
-        self._outside |= self._stop_looking()
+        self._refusals.stop_looking()
 
         points: tuple[Tensor, ...] = ()
         if step.fields and output is not None:  # a forward that raised returns nothing
@@ -303,21 +341,7 @@ class HookManager:
         self._taps.recompute_for(None)
         capture = step.capture
         capture.finish()
-        self._drop_refused(step)
-        missing = frozenset(capture.missing(self._selection.units)) - set(self._refused)
-        if not step.layers and self._selection.units:
-            why = reasons_of(capture, sorted(missing)) or _listed(self._refused)
-            raise CaptureError(
-                f"A step must bring a gradient to a captured layer, got none at {why}."
-            )
-        if missing and missing not in self._reported:
-            self._reported.add(missing)
-            warnings.warn(
-                f"No gradient reached {reasons_of(capture, sorted(missing))}; the step has the "
-                "others.",
-                GradTrailWarning,
-                stacklevel=2,
-            )
+        self._refusals.settle(step)
         layers = step.take(self.layers)
         step.copies.clear()
         capture.completed.clear()
@@ -326,67 +350,9 @@ class HookManager:
         self.scale = 1.0 if step.scale is None else step.scale
         self.divisor, self.weights = step.divisor, step.weights
         self.divisor_spans_step = step.spans
+        self.batch_shape, self.notes = step.shape, step.notes
         self._listeners.step(self.last)
-
-    def _drop_refused(self, step: Step) -> None:
-        """Leave out layers whose examples cannot be told apart; an error where they were named."""
-        reasons = self._outside | {
-            unit.name: step.capture.refused[hooked.name]
-            for hooked in self._taps.modules
-            if hooked.name in step.capture.refused
-            for unit, _ in hooked.memberships
-        }
-        fresh = {name: why for name, why in reasons.items() if name not in self._refused}
-        self._refused |= fresh
-        for name in self._refused:  # also where this step's shapes happen to fit
-            step.layers.pop(name, None)
-        if not fresh:
-            return
-        listed = _listed(fresh)
-        if self._selection.explicit:
-            raise CaptureError(f"layers must name layers that see one row an example: {listed}.")
-        warnings.warn(
-            f"Layers are left out ({listed}); coverage lists them.", GradTrailWarning, stacklevel=2
-        )
-
-    def _stop_looking(self) -> dict[str, str]:
-        """End the search for parameters read outside; why their layers cannot be captured."""
-        reads, self._reads = self._reads, None
-        if reads is None:
-            return {}
-        reads.__exit__(None, None, None)
-        return reads.reasons()
-
-    def _warn_stray(self, hooked: HookedModule) -> None:
-        """Say once that a layer ran outside the model's own call."""
-        if not self._strayed and not is_fixed(hooked.module):
-            self._strayed = True
-            warnings.warn(
-                f"{hooked.name} was called outside the model's own forward, which is not captured: "
-                f"a step starts where {type(self.model).__name__} itself is called.",
-                GradTrailWarning,
-                stacklevel=2,
-            )
-
-    def _ids(self, fields: dict[str, Any], size: int) -> tuple[int | str, ...]:
-        """Ids of a step's examples."""
-        if self._id_key is None:
-            names = self._hash_fields
-            return batch_ids(fields, size, None if names is None else [str(name) for name in names])
-        values = fields.get(str(self._id_key))
-        if isinstance(values, Tensor):
-            values = values.tolist() if values.dim() == 1 else None
-        if values is None or len(values) != size:
-            raise KeyError(
-                f"sample_id_key must name an argument of every forward with {size} ids, got "
-                f"{self._id_key!r} beside {sorted(fields)}. Pass it to the model's call."
-            )
-        return tuple(values)
 
 
 def _ignore(_name: str, _gradient: LayerGradient) -> None:
     """Stand in for a sink until the step that holds the real one exists."""
-
-
-def _listed(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {why}" for name, why in reasons.items())

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradtrail.hooks.capture import HookedModule
 from gradtrail.hooks.saved import apart_from_checkpointing
+from gradtrail.hooks.wrapped import is_part
 
 __all__ = ["OutsideReads"]
 
@@ -33,10 +34,8 @@ class OutsideReads(TorchFunctionMode):
         self.called: set[str] = set()
         self.found: set[str] = set()
         self._modules = modules
-        self._owners: dict[int, list[HookedModule]] = {}
-        for hooked in modules:
-            for parameter in _parameters(hooked):
-                self._owners.setdefault(id(parameter), []).append(hooked)
+        self._owners = _owners(modules)
+        self._comes_and_goes = any(is_part(p) for hooked in modules for p in _parameters(hooked))
         self._inside: list[nn.Module] = []
         self._known: set[tuple[Any, int]] = set()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -73,6 +72,8 @@ class OutsideReads(TorchFunctionMode):
         """Run an operation, noting whether its result depends on a parameter read outside."""
         del types
         kwargs = kwargs or {}
+        if self._comes_and_goes:  # FSDP puts other tensors into a module's place for a pass
+            self._owners = _owners(self._modules)
         for value in _tensors((args, kwargs)):
             owners = self._owners.get(id(value))
             if owners is None or any(hooked.module in self._inside for hooked in owners):
@@ -104,6 +105,15 @@ class OutsideReads(TorchFunctionMode):
     def _on_return(self, module: nn.Module, _args: Any, _output: Any) -> None:  # noqa: ANN401
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
+
+
+def _owners(modules: Sequence[HookedModule]) -> dict[int, list[HookedModule]]:
+    """Which modules have a parameter, by its id."""
+    found: dict[int, list[HookedModule]] = {}
+    for hooked in modules:
+        for parameter in _parameters(hooked):
+            found.setdefault(id(parameter), []).append(hooked)
+    return found
 
 
 def _parameters(hooked: HookedModule) -> Iterator[nn.Parameter]:

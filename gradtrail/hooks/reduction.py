@@ -55,6 +55,8 @@ class Reduction:
         self._model = model
         self.kind = reduction
         self._loss_scale = loss_scale
+        owner = getattr(loss_scale, "__self__", None)
+        self.scaler = owner if isinstance(owner, torch.amp.GradScaler) else None
         self._counts_items: bool | None = None
         self._has_checked = False
         if loss_scale is not None and not callable(loss_scale):

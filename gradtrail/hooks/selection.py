@@ -14,6 +14,15 @@ from gradtrail.errors import UnsupportedLayerError
 from gradtrail.hooks.coverage import Coverage, ParameterCoverage
 from gradtrail.hooks.layers import LAYERS, AbstractLayerRule, Roles
 from gradtrail.hooks.reads import mentions
+from gradtrail.hooks.wrapped import (
+    bare,
+    named_modules,
+    named_parameters,
+    plain_class,
+    register_shapes,
+    take_apart,
+    whole_shape,
+)
 from gradtrail.options import near_names
 
 __all__ = ["LayerChoice", "Owner", "Selection", "Unit", "select_layers"]
@@ -105,6 +114,8 @@ def select_layers(
         pattern that matches nothing and a choice that leaves nothing raise ``ValueError``, a layer
         named in full that has no rule ``UnsupportedLayerError``.
     """
+    register_shapes(model)
+    take_apart(model)
     uses = _parameter_uses(model)
     every = [use for group in uses.values() for use in group]
     wanted = _matching(model, layers, "layers", every) if layers is not None else None
@@ -119,7 +130,7 @@ def select_layers(
     if wanted is not None and not chosen:
         _refuse_empty(wanted, uses, entries)
     units, layer_of = _build_units(chosen)
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    order = {name: place for place, (name, _) in enumerate(named_modules(model))}
     units.sort(key=lambda unit: order[unit.owners[0].name])
     named_entries = [
         ParameterCoverage(entry.name, entry.numel, "covered", layer_of[key])
@@ -131,7 +142,7 @@ def select_layers(
 
 
 def _first_names(model: nn.Module) -> Iterable[tuple[int, tuple[str, nn.Parameter]]]:
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         yield id(parameter), (name, parameter)
 
 
@@ -139,14 +150,14 @@ def _parameter_uses(model: nn.Module) -> dict[int, list[_Use]]:
     """List, for every parameter, the modules that own it and whether a rule serves them."""
     uses: dict[int, list[_Use]] = {id(parameter): [] for parameter in model.parameters()}
     routed = _routed_modules(model)
-    for module_name, module in model.named_modules():
+    for module_name, module in named_modules(model):
         found = LAYERS.find(module)
         for role, parameter in module._parameters.items():  # noqa: SLF001  # the dict itself keeps duplicates
             if parameter is None:
                 continue
             rule, trusted, reason = None, True, ""
             if found is None or role not in ("weight", "bias"):
-                reason = f"{type(module).__name__} has no rule for {role!r}"
+                reason = f"{plain_class(module).__name__} has no rule for {role!r}"
             else:
                 rule, cls = found
                 trusted = _is_trusted(module, cls)
@@ -158,7 +169,8 @@ def _parameter_uses(model: nn.Module) -> dict[int, list[_Use]]:
 def _routed_modules(model: nn.Module) -> set[nn.Module]:
     """Experts of sparse mixtures as ``transformers`` before 5 builds them, one module each."""
     mixtures = [m for m in model.modules() if _SPARSE.search(type(m).__name__)]
-    experts = (m._modules.get("experts") for m in mixtures)  # noqa: SLF001
+    groups = (m._modules.get("experts") for m in mixtures)  # noqa: SLF001
+    experts = (group if group is None else bare(group) for group in groups)
     return {
         module
         for group in experts
@@ -183,7 +195,7 @@ def _without_names(group: list[_Use]) -> list[_Use]:
 def _is_trusted(module: nn.Module, cls: type[nn.Module] | None) -> bool:
     """Whether the module runs the forward its rule was written for."""
     if cls is None:
-        return type(module).__name__ == "Conv1D"
+        return plain_class(module).__name__ == "Conv1D"
     return type(module).forward is cls.forward and "forward" not in vars(module)
 
 
@@ -196,7 +208,7 @@ def _decide(
     include_frozen: bool,
 ) -> ParameterCoverage:
     name, parameter = named
-    numel = parameter.numel()
+    numel = whole_shape(group[0].module, group[0].role).numel()
     owners = {use.module_name for use in group}
     if not parameter.requires_grad and not include_frozen:
         return ParameterCoverage(name, numel, "left out", reason="frozen")
@@ -247,7 +259,7 @@ def _owner(use: _Use, roles: set[str]) -> Owner:
 def _matching(model: nn.Module, choice: LayerChoice, option: str, uses: Sequence[_Use]) -> set[str]:
     """Names of the modules that a choice takes."""
     patterns = list(choice) if isinstance(choice, (list, tuple, set, frozenset)) else [choice]
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_modules(model, remove_duplicate=False))
     taken: set[str] = set()
     for pattern in patterns:
         hits = {name for name, module in modules.items() if _hit(pattern, name, module)}
@@ -268,7 +280,7 @@ def _matching(model: nn.Module, choice: LayerChoice, option: str, uses: Sequence
         if option == "layers" and isinstance(pattern, str) and pattern in modules:
             _refuse_unsupported(pattern, modules[pattern], uses)
         taken |= found
-    first_names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    first_names = {id(module): name for name, module in reversed(list(named_modules(model)))}
     return {first_names[id(modules[name])] for name in taken}
 
 

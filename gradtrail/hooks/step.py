@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +23,12 @@ from gradtrail.factors import (
     to_dense,
 )
 from gradtrail.hooks.capture import Capture
+from gradtrail.hooks.examples import BatchShape
 
-__all__ = ["Form", "ScaledLayers", "Step"]
+__all__ = ["Form", "Observer", "ScaledLayers", "Step", "Transform"]
+
+Observer: TypeAlias = Callable[[str, LayerGradient], None]
+Transform: TypeAlias = Callable[[str, LayerGradient], LayerGradient]
 
 _OUTPUT_SIDE = {
     DenseGradient: "values_bd",
@@ -41,21 +45,33 @@ class Form:
     Attributes:
         projection: Compression, or None.
         capture: Factors as they are, written out, or whichever is smaller.
+        observers: Called with ``(layer name, gradient)`` before a gradient is written out.
+        transform: Makes something else of the examples' own gradients, before they are projected.
     """
 
     projection: Projection | None
     capture: Literal["factored", "materialized", "auto"]
+    observers: Mapping[int, Observer] = field(default_factory=dict)
+    transform: Transform | None = None
 
-    def bring(self, name: str, gradient: LayerGradient) -> LayerGradient:
-        """Bring one layer's gradient into the form."""
-        gradient = merge_uses(gradient)
-        if self.projection is not None:
-            gradient = project(name, gradient, self.projection)
+    def compress(self, name: str, gradient: LayerGradient) -> LayerGradient:
+        """Project one layer's gradient, where that was asked for."""
+        if self.projection is None:
+            return gradient
+        return project(name, gradient, self.projection)
+
+    def write_out(self, gradient: LayerGradient) -> LayerGradient:
+        """Write out what is to be written out; anything else comes back as it is."""
         if self.capture == "materialized" or (
             self.capture == "auto" and _dense_is_smaller(gradient)
         ):
-            gradient = to_dense(gradient)
+            return to_dense(gradient)
         return gradient
+
+    def tell(self, name: str, gradient: LayerGradient) -> None:
+        """Call the observers with one layer's gradient."""
+        for observer in tuple(self.observers.values()):
+            observer(name, gradient)
 
 
 class ScaledLayers(Mapping[str, LayerGradient]):
@@ -106,6 +122,8 @@ class Step:
         divisor: What the loss was divided by.
         weights: How much of it each example stands for, as ``Reduction.weights`` gives it.
         spans: Whether the divisor is that of a whole optimizer step.
+        shape: Where the examples have their positions.
+        notes: What callbacks noted of the call, by callback.
         scale: What gradients are multiplied with to undo the loop's mean; None for 1.
         keeps_unscaled: Whether that waits until somebody asks for a layer.
         task: The backward under way, by the engine's number.
@@ -121,25 +139,38 @@ class Step:
     divisor: float | Tensor = 1.0
     weights: Tensor | None = None
     spans: bool = False
+    shape: BatchShape | None = None
+    notes: Mapping[Hashable, Any] = field(default_factory=dict)
     scale: float | Tensor | None = None
     keeps_unscaled: bool = False
     task: int = -1
-    borrowed: frozenset[int] = frozenset()
+    borrowed: Collection[int] = frozenset()
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def keep(self, name: str, gradient: LayerGradient) -> None:
         """Keep one layer's gradient in the form that was asked for."""
-        gradient = map_tensors(self.form.bring(name, gradient), self._own)
+        form, scale = self.form, self.scale
+        gradient = merge_uses(gradient)
+        if form.transform is not None:  # what an optimizer makes of a gradient is not linear in it
+            gradient, scale = form.transform(name, _scaled(gradient, scale)), None
+        factors = form.compress(name, gradient)
+        kept = map_tensors(form.write_out(factors), self._own)
         # after the projection, which makes it smaller
-        at_once = self.scale is not None and not self.keeps_unscaled
-        self.layers[name] = _scaled(gradient, self.scale) if at_once else gradient
+        self.layers[name] = kept if self._scales_late else _scaled(kept, scale)
+        if form.observers:
+            shared = not self._scales_late and type(kept) is type(factors)
+            form.tell(name, self.layers[name] if shared else _scaled(factors, scale))
 
     def take(self, names: Iterable[str]) -> Mapping[str, LayerGradient]:
         """Hand the layer gradients out, in the order of the names, and hold none of them."""
         layers = {name: self.layers[name] for name in names if name in self.layers}
         self.layers = {}
-        waits = self.scale is not None and self.keeps_unscaled
-        return ScaledLayers(layers, self.scale) if waits else layers
+        return ScaledLayers(layers, self.scale) if self._scales_late else layers
+
+    @property
+    def _scales_late(self) -> bool:
+        waits = self.keeps_unscaled and self.form.transform is None
+        return waits and self.scale is not None
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Copy a tensor of the model's or the caller's own, once for all layers that read it."""
@@ -150,8 +181,10 @@ class Step:
         return self.copies[id(tensor)][1]
 
 
-def _scaled(gradient: LayerGradient, scale: float | Tensor) -> LayerGradient:
+def _scaled(gradient: LayerGradient, scale: float | Tensor | None) -> LayerGradient:
     """Undo a mean, in float32 or wider: low precision would round or overflow."""
+    if scale is None:
+        return gradient
     if isinstance(gradient, SumGradient):
         return SumGradient(tuple(_scaled(part, scale) for part in gradient.parts))
     name = _OUTPUT_SIDE[type(gradient)]
@@ -162,8 +195,22 @@ def _scaled(gradient: LayerGradient, scale: float | Tensor) -> LayerGradient:
 
 
 def _dense_is_smaller(gradient: LayerGradient) -> bool:
-    """Compare ``s (i + o)`` numbers of factors with ``i o`` written out."""
-    if not isinstance(gradient, LinearFactors):
-        return False
-    i, o = gradient.activation_bsi.shape[2], gradient.output_gradient_bso.shape[2]
-    return gradient.num_positions * (i + o) >= (i // gradient.groups) * o
+    """Compare an example's numbers as factors, ``s (i + o)``, with those written out, ``i o``."""
+    parts = gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
+    counts = [_numbers(part) for part in parts]
+    return sum(factored for factored, _ in counts) >= counts[0][1]
+
+
+def _numbers(part: LayerGradient) -> tuple[int, int]:
+    """Numbers an example as factors and written out, without a bias's own."""
+    if isinstance(part, DenseGradient):
+        return part.values_bd.shape[1], part.values_bd.shape[1]
+    s = part.num_positions
+    if isinstance(part, ScaleFactors):
+        d = part.activation_bsd.shape[2]
+        return 2 * s * d, d
+    o = part.output_gradient_bso.shape[2]
+    if isinstance(part, EmbeddingFactors):
+        return s * (1 + o), part.num_embeddings * o
+    i = part.activation_bsi.shape[2]
+    return s * (i + o), (i // part.groups) * o

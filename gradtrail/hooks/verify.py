@@ -43,6 +43,7 @@ def verify_call(
             uses.append((inputs[0], output))
         return output
 
+    # the dict holds, during a forward, what FSDP puts together for it
     names = [name for name, value in module._parameters.items() if value is not None]  # noqa: SLF001
     parameters = [module._parameters[name] for name in names]  # noqa: SLF001
     flags = [parameter.requires_grad for parameter in parameters]

@@ -1,6 +1,13 @@
 """Curvature from per-example gradients: covariances, eigenbases, damping, the persisted fit."""
 
-from gradtrail.kronecker.covariance import CovarianceAccumulator, KroneckerFactors
+from gradtrail.kronecker.covariance import CovarianceAccumulator
+from gradtrail.kronecker.covariance_file import (
+    COVARIANCES,
+    covariance_state,
+    covariances_from,
+    restored_accumulator,
+)
+from gradtrail.kronecker.covariance_sums import KroneckerFactors
 from gradtrail.kronecker.curvature import (
     AbstractCurvature,
     DenseCurvature,
@@ -17,6 +24,7 @@ from gradtrail.kronecker.moments import CorrectedMoments, DenseMoments, Diagonal
 from gradtrail.kronecker.report import FitReport, LayerReport
 
 __all__ = [
+    "COVARIANCES",
     "FIT_FILE",
     "AbstractCurvature",
     "CorrectedMoments",
@@ -36,7 +44,10 @@ __all__ = [
     "Scratch",
     "Spectrum",
     "Tensors",
+    "covariance_state",
+    "covariances_from",
     "load_fit",
+    "restored_accumulator",
     "save_fit",
     "signature",
     "to_matrices",

@@ -7,9 +7,8 @@ options is refused with both values.
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gradtrail.errors import CurvatureError
+from gradtrail.files import tensor_bytes, write_tensors
 from gradtrail.kronecker.fit import KroneckerFit, LayerRecord, Tensors
 
 __all__ = ["FIT_FILE", "load_fit", "save_fit", "signature"]
 
 FIT_FILE = "fit.safetensors"
 _FORMAT = "gradtrail-fit-1"
-_DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 _ROLES = {
     "kfac": {"activation_cov", "gradient_cov"},
     "ekfac": {"activation_basis", "gradient_basis", "eigenvalues"},
@@ -43,22 +42,8 @@ def save_fit(fit: KroneckerFit, directory: Path, damping: Mapping[str, Any]) -> 
     """
     directory.mkdir(parents=True, exist_ok=True)
     keys = list(dict.fromkeys(key for r in fit.records.values() for key in r.keys.values()))
-    header = _header(fit, keys, damping)
-    rank = torch.distributed.get_rank() if _is_distributed() else 0
-    temporary = directory / f".{FIT_FILE}.{rank}.{os.getpid()}"
-    try:
-        with temporary.open("wb") as file:
-            text = json.dumps(header).encode()
-            text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for key in keys:
-                file.write(_bytes_of(fit.tensors.get(key, "cpu")))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / FIT_FILE)
-    finally:
-        temporary.unlink(missing_ok=True)
+    tensors = _Tensors(fit, keys)
+    write_tensors(directory / FIT_FILE, tensors, _metadata(fit, tensors, damping))
 
 
 def load_fit(
@@ -121,22 +106,27 @@ def signature(directory: Path) -> tuple[int, int, int] | None:
     return state.st_ino, state.st_size, state.st_mtime_ns
 
 
-def _header(fit: KroneckerFit, keys: Sequence[str], damping: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's header: what defines the fit, and where each tensor lies."""
-    entries: dict[str, Any] = {}
-    checksums: dict[str, int] = {}
-    offset = 0
-    for key in keys:
-        tensor = fit.tensors.get(key, "cpu")
-        stop = offset + tensor.nbytes
-        entries[key] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, stop],
-        }
-        checksums[key] = zlib.crc32(_bytes_of(tensor))
-        offset = stop
-        del tensor
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of a fit, each brought to the host when it is asked for."""
+
+    def __init__(self, fit: KroneckerFit, keys: Sequence[str]) -> None:
+        self._fit, self._keys = fit, keys
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._fit.tensors.get(key, "cpu")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _metadata(
+    fit: KroneckerFit, tensors: Mapping[str, Tensor], damping: Mapping[str, Any]
+) -> dict[str, str]:
+    """What defines the fit, what is held of each layer, and a checksum of each tensor."""
+    checksums = {key: zlib.crc32(tensor_bytes(tensor)) for key, tensor in tensors.items()}
     records = {
         name: {
             "kind": record.kind,
@@ -145,7 +135,7 @@ def _header(fit: KroneckerFit, keys: Sequence[str], damping: Mapping[str, Any]) 
         }
         for name, record in fit.records.items()
     }
-    metadata = {
+    return {
         "format": _FORMAT,
         "method": fit.method,
         "num_examples": str(fit.num_examples),
@@ -154,7 +144,6 @@ def _header(fit: KroneckerFit, keys: Sequence[str], damping: Mapping[str, Any]) 
         "records": json.dumps(records),
         "checksums": json.dumps(checksums),
     }
-    return {"__metadata__": metadata, **entries}
 
 
 def _records(text: str) -> dict[str, LayerRecord]:
@@ -169,7 +158,7 @@ def _records(text: str) -> dict[str, LayerRecord]:
 
 def _check_sum(key: str, tensor: Tensor, expected: int) -> None:
     """Refuse a tensor that is not the one that was written."""
-    if zlib.crc32(_bytes_of(tensor)) != expected:
+    if zlib.crc32(tensor_bytes(tensor)) != expected:
         raise ValueError(f"{key} is not what was written")
 
 
@@ -195,12 +184,3 @@ def _check_definition(
 def _short(value: str | None) -> str:
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:140]} ... {text[-140:]}"
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -6,7 +6,6 @@ cache holds them all and brings one to the device when it is asked for.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -15,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradtrail.machine import free_bytes
 from gradtrail.options import check_choice, near_names
-from gradtrail.store.folder import FILE_DTYPES, PrivateFolder
+from gradtrail.store.folder import PrivateFolder
+from gradtrail.store.held import Held, budget_bytes, check_tensor, settled, tensor_state
 
 __all__ = ["RESIDENCIES", "Residency", "TensorCache"]
 
 Residency = Literal["device", "memory", "disk", "tiered"]
 RESIDENCIES: tuple[Residency, ...] = ("device", "memory", "disk", "tiered")
 
-_DEFAULT_SHARE = 0.5
 _HOST = torch.device("cpu")
 
 
@@ -86,7 +84,7 @@ class TensorCache:
         self.residency = residency
         self.device = torch.device(device)
         self._place = self.device if residency == "device" else _HOST
-        self.budget = 0 if residency == "disk" else _budget_bytes(budget, self._place)
+        self.budget = 0 if residency == "disk" else budget_bytes(budget, self._place)
         self._folder = PrivateFolder(directory) if residency in {"disk", "tiered"} else None
         self._entries: dict[str, _Entry] = {}
         self._seen = WeakTensorKeyDictionary()
@@ -127,7 +125,7 @@ class TensorCache:
             MemoryError: If it does not fit the budget and may not go to a file.
         """
         self._check_open()
-        _check_tensor(name, tensor, files=self._folder is not None)
+        check_tensor(name, tensor, files=self._folder is not None)
         old = self._entries.get(name)
         entry = self._unchanged(tensor)
         if entry is not None and entry is old:
@@ -136,10 +134,10 @@ class TensorCache:
             leaving = old.held_bytes if old is not None and old.num_names == 1 else 0
             room = self.budget - self._held_bytes + leaving
             if self.residency != "disk" and tensor.nbytes <= room:
-                entry = _Entry(tensor.nbytes, held=_settled(tensor, self._place))
+                entry = _Entry(tensor.nbytes, held=settled(tensor, self._place))
             elif self._folder is not None:
                 self._folder.check_room(name, tensor.nbytes)
-                path = self._folder.write(name, _settled(tensor, _HOST))
+                path = self._folder.write(name, settled(tensor, _HOST))
                 entry = _Entry(tensor.nbytes, path=path)
             else:
                 raise MemoryError(
@@ -253,12 +251,12 @@ class TensorCache:
         if tensor.is_inference() or tensor not in self._seen:
             return None
         entry, state = self._seen[tensor]
-        intact = entry.num_names > 0 and state == _state(tensor)
+        intact = entry.num_names > 0 and state == tensor_state(tensor)
         return entry if intact and not entry.was_written() else None
 
     def _remember(self, tensor: Tensor, entry: _Entry) -> None:
         if not tensor.is_inference():
-            self._seen[tensor] = (entry, _state(tensor))
+            self._seen[tensor] = (entry, tensor_state(tensor))
 
     def _release(self, entry: _Entry) -> None:
         """Take one name from an entry; free it with the last."""
@@ -278,72 +276,16 @@ class _Entry:
     def __init__(
         self, num_bytes: int, *, held: Tensor | None = None, path: Path | None = None
     ) -> None:
-        self.held, self.path = held, path
+        self.held = None if held is None else Held(held)
+        self.path = path
         self.num_names = 0
         self.held_bytes = 0 if held is None else num_bytes
         self.file_bytes = 0 if path is None else path.stat().st_size
-        self._state = None if held is None else _state(held)
 
     def was_written(self) -> bool:
         """Whether the held tensor was written into since it was put."""
-        return self.held is not None and _state(self.held) != self._state
+        return self.held is not None and self.held.was_written()
 
     def checked(self, name: str) -> Tensor:
         """The held tensor, unless it was written into."""
-        if self.held is None or self.was_written():
-            raise RuntimeError(
-                f"{name!r} must be left alone while the cache holds it, got one that was written "
-                "into. Put it again after the change, or put a clone."
-            )
-        return self.held
-
-
-def _state(tensor: Tensor) -> tuple[object, ...]:
-    """What is different after a write through torch, or another view of the same memory."""
-    version = tensor._version  # noqa: SLF001  # torch has no public name for it
-    return version, tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def _settled(tensor: Tensor, place: torch.device) -> Tensor:
-    """The values on a device, contiguous and alone in their storage; the tensor if it is so."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        moved = tensor.detach().to(place).resolve_conj().resolve_neg().contiguous()
-        alone = moved.untyped_storage().nbytes() == moved.nbytes
-        if alone and not moved.is_inference():
-            return moved
-        return moved.clone(memory_format=torch.contiguous_format)
-
-
-def _check_tensor(name: str, tensor: Tensor, *, files: bool) -> None:
-    """Refuse what has no plain values to keep."""
-    plain = isinstance(tensor, Tensor) and type(tensor.detach()) is Tensor
-    if not plain or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        kind = type(tensor).__name__
-        if plain:
-            kind = f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} on {tensor.device}"
-        raise TypeError(
-            f"{name!r} must be a dense torch.Tensor with data, got {kind}. Convert it, for "
-            "example with to_dense(), dequantize() or full_tensor()."
-        )
-    if files and tensor.dtype not in FILE_DTYPES:
-        raise TypeError(
-            f"{name!r} must have a dtype that safetensors files hold, got {tensor.dtype}. Convert "
-            "it, or choose residency 'memory'."
-        )
-
-
-def _budget_bytes(budget: int | float | None, place: torch.device) -> int:
-    """Bytes that a budget allows."""
-    share = _DEFAULT_SHARE if budget is None else budget
-    if isinstance(share, bool) or not isinstance(share, (int, float)):
-        valid = False
-    elif isinstance(share, int):
-        valid = share >= 1
-    else:
-        valid = 0 < share <= 1
-    if not valid:
-        raise ValueError(
-            "budget must be an int of at least 1 (bytes), a float in (0, 1] (a share of the free "
-            f"memory) or None, got {budget!r}."
-        )
-    return share if isinstance(share, int) else math.floor(share * free_bytes(place))
+        return self.held.checked(name, "cache")

@@ -10,25 +10,14 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["FILE_DTYPES", "PrivateFolder"]
+__all__ = ["PrivateFolder"]
 
 _KEY = "tensor"
 _HEADER = 4096  # more than the header of a file with one tensor, in whole blocks of the disk
-
-FILE_DTYPES = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-    )
-    if hasattr(torch, name)
-)
 
 
 class PrivateFolder:

@@ -32,6 +32,7 @@ from gradtrail.hooks.layers._channels import (
     require_batch,
 )
 from gradtrail.hooks.layers._features import bias_factors
+from gradtrail.hooks.wrapped import whole_shape
 
 __all__ = ["ConvRule"]
 
@@ -47,7 +48,7 @@ class ConvRule(AbstractLayerRule):
 
     def kronecker_sides(self, module: _Conv) -> tuple[int, int]:
         """Output channels of a group, and the entries of a patch."""
-        return module.out_channels // module.groups, module.weight[0].numel()
+        return module.out_channels // module.groups, whole_shape(module, "weight")[1:].numel()
 
     def layer_gradient(
         self, module: _Conv, call: LayerCall, output_gradient: Tensor, roles: Roles
@@ -70,7 +71,7 @@ class ConvRule(AbstractLayerRule):
         """Cut rows of patches into kernels."""
         weight, bias = split_linear(dense)
         if weight.shape[-1]:
-            weight = weight.reshape(weight.shape[0], *module.weight.shape)
+            weight = weight.reshape(weight.shape[0], *whole_shape(module, "weight"))
         return named(weight, bias)
 
     def cases(self) -> Iterable[LayerCase]:

@@ -34,6 +34,7 @@ from gradtrail.hooks.layers._channels import (
     require_batch,
 )
 from gradtrail.hooks.layers._features import bias_factors
+from gradtrail.hooks.wrapped import whole_shape
 
 __all__ = ["ConvTransposeRule"]
 
@@ -54,7 +55,7 @@ class ConvTransposeRule(AbstractLayerRule):
 
     def kronecker_sides(self, module: _ConvTranspose) -> tuple[int, int]:
         """Output channels of a group, and the entries of a patch."""
-        cin, cout, *kernel = module.weight.shape
+        cin, cout, *kernel = whole_shape(module, "weight")
         return cout, cin // module.groups * math.prod(kernel)
 
     def layer_gradient(
@@ -74,7 +75,7 @@ class ConvTransposeRule(AbstractLayerRule):
         """Flip the kernels back and bring the input channels to the front."""
         weight, bias = split_linear(dense)
         if weight.shape[-1]:
-            cin, cout, *kernel = module.weight.shape
+            cin, cout, *kernel = whole_shape(module, "weight")
             grouped = (module.groups, cout, cin // module.groups, *kernel)
             weight = weight.reshape(-1, *grouped).transpose(2, 3).flatten(1, 2)
             weight = weight.flip(tuple(range(3, weight.dim())))

@@ -21,6 +21,7 @@ from gradtrail.hooks.layers._base import (
     split_linear,
     to_positions,
 )
+from gradtrail.hooks.wrapped import whole_shape
 
 __all__ = ["HFConv1DRule"]
 
@@ -30,7 +31,7 @@ class HFConv1DRule(AbstractLayerRule):
 
     def kronecker_sides(self, module: nn.Module) -> tuple[int, int]:
         """The weight is stored as ``[i, o]``."""
-        i, o = module.weight.shape
+        i, o = whole_shape(module, "weight")
         return o, i
 
     def layer_gradient(

@@ -23,6 +23,7 @@ from gradtrail.hooks.layers._base import (
     split_linear,
     to_positions,
 )
+from gradtrail.hooks.wrapped import whole_shape
 
 __all__ = ["LinearRule"]
 
@@ -38,7 +39,7 @@ class LinearRule(AbstractLayerRule):
 
     def kronecker_sides(self, module: nn.Module) -> tuple[int, int]:
         """The weight's own."""
-        o, i = module.weight.shape
+        o, i = whole_shape(module, "weight")
         return o, i
 
     def layer_gradient(

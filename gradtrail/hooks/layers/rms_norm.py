@@ -25,6 +25,7 @@ from gradtrail.hooks.layers._base import (
     statistics_dtype,
 )
 from gradtrail.hooks.layers._features import feature_positions, scale_to_parameters
+from gradtrail.hooks.wrapped import whole_shape
 
 __all__ = ["RMSNormRule", "StyledRMSNormRule"]
 
@@ -111,7 +112,7 @@ class StyledRMSNormRule(AbstractLayerRule):
 
     def to_parameters(self, module: nn.Module, dense: DenseGradient) -> dict[str, Tensor]:
         """The weight has one axis."""
-        return scale_to_parameters(dense, module.weight.shape)
+        return scale_to_parameters(dense, whole_shape(module, "weight"))
 
     def cases(self) -> Iterable[LayerCase]:
         """None here: the classes live in model code; the tests run those of ``transformers``."""
@@ -151,9 +152,10 @@ def _unit(inputs: Tensor, eps: float) -> Tensor:
 
 def _with_weight(module: nn.Module, weight: Tensor, inputs: Tensor) -> Tensor:
     """Run the class's forward with another weight, past all hooks; the module stays untouched."""
-    twin = type(module).__new__(type(module))
+    twin = object.__new__(type(module))  # FSDP's classes would call the constructor
     state: Mapping[str, Any] = vars(module)
     vars(twin).update(state)
+    vars(twin).pop("weight", None)  # where FSDP puts the whole one for a pass
     vars(twin)["_parameters"] = {"weight": weight}
     return type(module).forward(twin, inputs)
 

@@ -1,0 +1,291 @@
+"""Rows whose gradients lie in a store: replayed batch by batch, as if a model had run them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrail.attribution.data import Rows
+from gradtrail.attribution.pass_cache import Attached, Batch, BatchSink
+from gradtrail.factors import (
+    JoinMemo,
+    LayerGradient,
+    LinearFactors,
+    SumGradient,
+    concatenate,
+    map_tensors,
+    positions_of,
+    to_dense,
+)
+from gradtrail.kronecker import COVARIANCES
+from gradtrail.options import near_names
+from gradtrail.store import BlockRecord, GradientStore, StoredBlock, records_digest
+
+__all__ = ["StoredRows", "attached_covariances", "replay", "stored_rows"]
+
+_SHARED = 4  # joined inputs that are remembered for more layers that read them
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows(Rows):
+    """The examples of a store where a data set is expected: it has their number.
+
+    Attributes:
+        store: The store.
+        records: Its blocks that are read, in store order.
+        steps: The steps that are read, or None for all.
+        layers: The layers that are read, or None for all.
+        written: Layers whose gradients are written out as they are read.
+    """
+
+    store: GradientStore
+    records: tuple[BlockRecord, ...]
+    steps: tuple[int, ...] | None = None
+    layers: tuple[str, ...] | None = None
+    written: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def ids(self) -> tuple[int | str, ...]:
+        """Id of every row."""
+        return tuple(name for record in self.records for name in record.ids)
+
+    @property
+    def row_steps(self) -> tuple[int, ...]:
+        """Step of every row."""
+        return tuple(record.step for record in self.records for _ in record.ids)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the data: the capture's own, or of the steps and ids that are read."""
+        facts = self.store.facts
+        if self.steps is None and facts.data_digest is not None:
+            return facts.data_digest
+        return records_digest(self.records)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Row of the store that every row is."""
+        return tuple(
+            record.number + place for record in self.records for place in range(len(record.ids))
+        )
+
+    def in_form(self, name: str, gradient: LayerGradient) -> LayerGradient:
+        """Write a layer's gradient out where that is wanted of it."""
+        return to_dense(gradient) if name in self.written else gradient
+
+    def of_layers(self, layers: Sequence[str]) -> StoredRows:
+        """The same rows with fewer layers."""
+        return replace(self, layers=tuple(layers))
+
+
+def stored_rows(
+    store: GradientStore,
+    option: str,
+    *,
+    steps: Sequence[int] | None = None,
+    layers: Sequence[str] | None = None,
+) -> StoredRows:
+    """Make rows of a store.
+
+    Args:
+        store: The store.
+        option: What the store was passed as, for errors.
+        steps: Steps to read; None reads all.
+        layers: Layers to read; None reads all.
+
+    Returns:
+        The rows, in store order.
+
+    Raises:
+        ValueError: If a step is not in the store.
+    """
+    records = store.records
+    if steps is not None:
+        wanted = set(steps)
+        known = {record.step for record in records}
+        missing = sorted(wanted - known)
+        if missing:
+            near = near_names(str(missing[0]), map(str, sorted(known)))
+            raise ValueError(
+                f"selected_steps must be among the {len(known)} steps of {option}, got "
+                f"{missing[:5]}. Near: {near}."
+            )
+        records = tuple(record for record in records if record.step in wanted)
+        steps = tuple(sorted(wanted))
+    count = sum(len(record.ids) for record in records)
+    names = None if layers is None else tuple(layers)
+    refuse = partial(_refuse_data, option)
+    return StoredRows(range(count), refuse, store, tuple(records), steps, names)
+
+
+def _refuse_data(option: str, _: Sequence[Any]) -> Any:  # noqa: ANN401
+    raise TypeError(f"{option} must be read as gradients, got a request for its data.")
+
+
+def attached_covariances(
+    store: GradientStore, records: Sequence[BlockRecord] | None = None
+) -> Attached | None:
+    """Read the covariances that were accumulated while a store was written.
+
+    Args:
+        store: The store.
+        records: The blocks they must cover, no more and no fewer; None means every one.
+
+    Returns:
+        Tensors and metadata, or None where there are none of exactly these blocks.
+    """
+    found = store.attached(COVARIANCES)
+    if found is None:
+        return None
+    covered = records_digest(store.records if records is None else records)
+    return found if found[1].get("covers") == covered else None
+
+
+def replay(
+    rows: StoredRows,
+    *,
+    batch_size: int | None,
+    device: torch.device,
+    sink: BatchSink,
+    done: Callable[[Batch], None] | None = None,
+) -> Iterator[Batch]:
+    """Hand stored gradients on as a pass over data does, layer by layer.
+
+    A layer is read when its turn comes and let go before the next batch is asked for. A batch of
+    one block hands on the block's own tensors; several blocks are joined layer by layer.
+
+    Args:
+        rows: The rows.
+        batch_size: Blocks are joined up to so many rows; None leaves every block as it is.
+        device: Where the gradients go.
+        sink: Receives ``(batch, layer name, gradient)``.
+        done: Called after the layers of a batch, or None.
+
+    Yields:
+        Where each batch stands among the rows, after it was handed on.
+    """
+    counts = _blocks_a_batch(rows.records, batch_size)
+    blocks = iter(rows.store.blocks(steps=rows.steps, layers=rows.layers, device=device))
+    start = 0
+    for count in counts:
+        # layers of a block are read when asked for: blocks that wait for others hold no tensors
+        group = [next(blocks) for _ in range(count)]
+        place = _hand_on(group, start, rows, sink, device)
+        group.clear()
+        if done is not None:
+            done(place)
+        start += place.size
+        yield place
+
+
+def _blocks_a_batch(records: Sequence[BlockRecord], batch_size: int | None) -> list[int]:
+    """How many blocks make each batch: as many in a row as do not exceed its size."""
+    if batch_size is None:
+        return [1] * len(records)
+    counts: list[int] = []
+    size = 0
+    for record in records:
+        if counts and size + len(record.ids) <= batch_size:
+            counts[-1] += 1
+            size += len(record.ids)
+        else:
+            counts.append(1)
+            size = len(record.ids)
+    return counts
+
+
+def _hand_on(
+    group: Sequence[StoredBlock],
+    start: int,
+    rows: StoredRows,
+    sink: BatchSink,
+    device: torch.device,
+) -> Batch:
+    """Give every layer of a batch to the sink."""
+    place: Batch | None = None
+    memo = JoinMemo(limit=_SHARED)
+    # layers that read one input are told by its tensor, which is one as long as it is alive
+    inputs: deque[list[Tensor]] = deque(maxlen=_SHARED)
+    for name in dict.fromkeys(name for one in group for name in one.block.layers):
+        gradient = rows.in_form(name, _joined(name, group, memo, inputs))
+        if place is None:
+            place = _place(group, start, max(positions_of(gradient), default=0), device)
+        sink(place, name, gradient)
+        del gradient  # before the next layer is read
+    return place or _place(group, start, 0, device)
+
+
+def _joined(
+    name: str, group: Sequence[StoredBlock], memo: JoinMemo, inputs: deque[list[Tensor]]
+) -> LayerGradient:
+    """Read one layer of all blocks of a batch, and join its gradients.
+
+    Args:
+        name: The layer.
+        group: The blocks; one that lacks the layer has zeros.
+        memo: Keeps joined inputs shared.
+        inputs: Keeps the last inputs alive, as they were read.
+
+    Returns:
+        The block's own gradient where there is one block.
+    """
+    pieces = [one.block.layers.get(name) for one in group]
+    own = [tensor for piece in pieces for tensor in _inputs_of(piece)]
+    if not inputs or not _are_same(own, inputs[-1]):
+        inputs.append(own)
+    if len(group) == 1:
+        return pieces[0]
+    like = next(piece for piece in pieces if piece is not None)
+    whole = [
+        _zeros(like, len(one.block.ids)) if piece is None else piece
+        for one, piece in zip(group, pieces, strict=True)
+    ]
+    return concatenate(whole, memo)
+
+
+def _inputs_of(gradient: LayerGradient | None) -> list[Tensor]:
+    """Inputs that a layer's gradients refer to, which other layers may read as well."""
+    parts = gradient.parts if isinstance(gradient, SumGradient) else (gradient,)
+    return [part.activation_bsi for part in parts if isinstance(part, LinearFactors)]
+
+
+def _are_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(one is two for one, two in pairs)
+
+
+def _zeros(like: LayerGradient, rows: int) -> LayerGradient:
+    return map_tensors(like, lambda tensor: tensor.new_zeros(rows, *tensor.shape[1:]))
+
+
+def _place(group: Sequence[StoredBlock], start: int, positions: int, device: torch.device) -> Batch:
+    """Where a batch stands; what its blocks do not say of positions is read off a gradient."""
+    shapes = [_shape(one.meta or {}, len(one.block.ids), positions) for one in group]
+    size = sum(len(lengths) for _, _, lengths in shapes)
+    tokens = max(tokens for tokens, _, _ in shapes)
+    lengths = torch.cat([lengths for _, _, lengths in shapes])
+    leading = None
+    if any(left is not None for _, left, _ in shapes):
+        leading = torch.cat(
+            [torch.zeros_like(own) if left is None else left for _, left, own in shapes]
+        ).to(device)
+    return Batch(start, size, tokens, leading, lengths)
+
+
+def _shape(meta: Mapping[str, Any], size: int, positions: int) -> tuple[int, Tensor | None, Tensor]:
+    """Positions of a block's rows, padded ones before the first valid one, and valid ones."""
+    tokens = meta.get("tokens")
+    if tokens is None:
+        return positions, None, torch.full((size,), positions)
+    leading, lengths = meta.get("padding_left"), meta.get("lengths")
+    return (
+        int(tokens),
+        None if leading is None else torch.tensor(leading, dtype=torch.int64),
+        torch.full((size,), int(tokens)) if lengths is None else torch.tensor(lengths),
+    )

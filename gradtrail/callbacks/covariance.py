@@ -1,0 +1,341 @@
+"""Kronecker factors of the Fisher, summed up while a model trains.
+
+The sums are those of ``kronecker.CovarianceAccumulator``, over the gradients of a capture that may
+be written out or projected before they are stored. Besides the products that a sweep over stored
+factors would take, they cost an addition an entry and backward (two with gradient accumulation)
+and, while a step is under way, a second set of sums: what it adds can be taken back.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.offload import OffloadCallback, output_embedding
+from gradtrail.errors import CurvatureError, GradTrailWarning
+from gradtrail.factors import GradientBlock, LayerGradient
+from gradtrail.hooks import HookManager, OptimizerStep, Unit
+from gradtrail.kronecker import (
+    COVARIANCES,
+    CovarianceAccumulator,
+    KroneckerFactors,
+    covariance_state,
+    covariances_from,
+    restored_accumulator,
+)
+from gradtrail.options import check_positive
+from gradtrail.store import GradientStore, records_digest
+
+__all__ = ["KroneckerCovarianceCallback"]
+
+_SHOWN = 5
+
+
+@dataclass(eq=False)
+class _Part:
+    """Sums of some backwards, and the records that these became."""
+
+    sums: CovarianceAccumulator
+    records: list[tuple[int, tuple[int | str, ...]]] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(ids) for _, ids in self.records)
+
+
+class KroneckerCovarianceCallback(AbstractStepCallback):
+    """Accumulates Kronecker covariances of what an ``OffloadCallback`` stores beside it.
+
+    They lie in the store as ``"covariances"``, so that K-FAC and EK-FAC can be fitted to gradients
+    that have no factors any more. They cover exactly the stored records: what is not stored is
+    not counted, and a backward that raised or an optimizer step that a loss scaler skipped leaves
+    no trace. Layers without Kronecker structure are passed over, and the output embedding is
+    unless the manager's ``layers`` name it.
+
+    They are written when the capture ends and on ``flush()``. A run that was killed in between
+    leaves covariances that cover less than is stored. A run resumed from there says so in a
+    warning and goes on without: the gradients are whole, and where they are kept as factors a
+    fit sweeps them, so a training run need not stop for it.
+    """
+
+    def __init__(self, store: GradientStore | None = None, *, max_factor_dim: int = 16384) -> None:
+        """Choose where they go.
+
+        Args:
+            store: That of the ``OffloadCallback``; None keeps them in memory, over every backward
+                of the capture.
+            max_factor_dim: Longest side of a covariance that is allocated.
+        """
+        check_positive("max_factor_dim", max_factor_dim)
+        self._store = store
+        self._max_side = max_factor_dim
+        self._manager: HookManager | None = None
+        self._offload: OffloadCallback | None = None
+        self._layers: frozenset[str] = frozenset()
+        self._total: _Part | None = None  # None: what is stored is not covered
+        self._step: _Part | None = None
+        self._backward: _Part | None = None
+        self._running: weakref.ref[object] | None = None
+        self._handle: object | None = None
+
+    def covariances(self) -> dict[str, KroneckerFactors]:
+        """Give the covariances so far, a mean over the examples counted.
+
+        Returns:
+            By layer.
+
+        Raises:
+            CurvatureError: If there are none.
+        """
+        if self._total is None or not self._total.records:
+            raise CurvatureError(
+                "covariances must be taken after a step that was captured, got none. Train first, "
+                "with the callback in HookManager(callbacks=...)."
+            )
+        return covariances_from(*covariance_state(self._total.sums, self._total.num_rows))
+
+    def flush(self) -> None:
+        """Write the sums beside the gradients stored so far."""
+        if self._store is None or self._total is None:
+            return
+        self._offload.flush()
+        whole = self._total if self._step is None else _joined(self._total, self._step)
+        stored = _records_of(self._store)
+        if stored != whole.records:
+            warnings.warn(
+                f"Covariances must cover what is stored, {len(stored)} records, got "
+                f"{len(whole.records)} that were counted; they are not kept. Let nothing else "
+                "write into the store while it is captured into.",
+                GradTrailWarning,
+                stacklevel=2,
+            )
+            return
+        known = {entry.layer for entry in self._manager.coverage.with_status("covered")}
+        whole.sums.discard(set(whole.sums.names) - known)  # refused after they had come
+        tensors, metadata = covariance_state(
+            whole.sums, whole.num_rows, records_digest(self._store.records)
+        )
+        self._store.attach(COVARIANCES, tensors, metadata)
+
+    def on_attach(self, manager: HookManager) -> None:
+        """Choose the layers, and go on from what the store holds.
+
+        Args:
+            manager: What captures.
+
+        Raises:
+            ValueError: If nothing else of the capture writes into the store.
+        """
+        self._layers = _eligible(manager, self._max_side)
+        beside = [
+            one
+            for one in manager.callbacks
+            if isinstance(one, OffloadCallback) and one.store is self._store
+        ]
+        if self._store is not None and not beside:
+            raise ValueError(
+                "store must be that of an OffloadCallback of the same capture, got one that "
+                "nothing is written into. Put OffloadCallback(store) among the callbacks, or pass "
+                "None to keep covariances in memory."
+            )
+        self._manager = manager
+        self._offload = beside[0] if beside else None
+        self._total = self._found()
+        self._step = self._backward = self._running = None
+        self._handle = manager.observe(self._add)
+
+    def on_step(self, block: GradientBlock) -> None:
+        """Count a backward that has come to its end."""
+        part = self._under_way(block.step)
+        self._backward = self._running = None
+        if part is None:
+            return
+        part.sums.discard(set(part.sums.names) - set(block.layers))
+        part.sums.end_backward()
+        if self._offload is None:
+            part.records.append((block.step, block.ids))
+        else:
+            step = self._offload.placement(block.step).step
+            part.records.append((step, self._offload.recorded_ids(block)))
+        if self._manager.optimizer is None:
+            _absorb(self._total, part)
+        elif self._step is None:
+            self._step = part
+        else:
+            _absorb(self._step, part)
+
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
+        """Count what the step was made of, unless it did not happen."""
+        part, self._step = self._step, None
+        if part is not None and not step.skipped:
+            _absorb(self._total, part)
+
+    def on_detach(self) -> None:
+        """Write the sums."""
+        self._handle.remove()
+        self._step = self._backward = self._running = None
+        try:
+            if self._store is not None:
+                self._offload.settle()
+                self._write_last()
+        finally:
+            self._manager = self._offload = self._handle = None
+
+    def logs(self) -> Mapping[str, float]:
+        """Nothing to say: the loop's log is what it is without."""
+        return {}
+
+    def _write_last(self) -> None:
+        """Write the sums at the end of the capture."""
+        if self._store.is_writable:
+            self.flush()
+        elif self._total is not None:
+            warnings.warn(
+                "Covariances must be written before their store is closed, got one that was "
+                "closed while the capture was on; they are not kept. Detach the capture first.",
+                GradTrailWarning,
+                stacklevel=3,
+            )
+
+    def _add(self, name: str, gradient: LayerGradient) -> None:
+        """Take one layer's gradient, inside the backward."""
+        if name not in self._layers:
+            return
+        part = self._under_way(self._manager.steps)
+        if part is not None:
+            part.sums.add(name, gradient)
+
+    def _under_way(self, number: int) -> _Part | None:
+        """Sums of the backward under way; None if it is not counted.
+
+        Args:
+            number: Its number among the captured ones.
+
+        Returns:
+            Those that it began, or new ones where those here are of a backward that raised.
+        """
+        backward = self._manager.backward
+        mine = self._running is not None and self._running() is not None
+        if mine and backward is not None and self._running() is not backward:
+            mine = False
+        if not mine:
+            counts = self._total is not None and (
+                self._offload is None or self._offload.placement(number).is_new
+            )
+            self._backward = self._empty() if counts else None
+            self._running = None if backward is None else weakref.ref(backward)
+        return self._backward
+
+    def _empty(self) -> _Part:
+        """Sums of nothing, which know from those before which layers share an input."""
+        like = self._total if self._step is None else self._step
+        sums = CovarianceAccumulator(max_side=self._max_side, like=like.sums, holds_inputs=False)
+        return _Part(sums)
+
+    def _found(self) -> _Part | None:
+        """What is covered so far; None if it is not what the store holds."""
+        fresh = _Part(CovarianceAccumulator(max_side=self._max_side))
+        if self._store is None:
+            return fresh
+        stored = _records_of(self._store)
+        if not stored or (self._total is not None and self._total.records == stored):
+            return self._total if stored else fresh
+        attached = self._store.attached(COVARIANCES)
+        if attached is not None and attached[1].get("covers") == records_digest(
+            self._store.records
+        ):
+            sums, _ = restored_accumulator(*attached, max_side=self._max_side)
+            return _Part(sums, stored)
+        what = "none" if attached is None else "covariances of other records"
+        warnings.warn(
+            f"Covariances must cover the {len(stored)} records that are stored to go on from "
+            f"there, got {what}: none are accumulated. K-FAC and EK-FAC are fitted to the stored "
+            "factors instead; call flush() wherever a run saves a checkpoint, or start again.",
+            GradTrailWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _records_of(store: GradientStore) -> list[tuple[int, tuple[int | str, ...]]]:
+    return [(record.step, tuple(record.ids)) for record in store.records]
+
+
+def _absorb(whole: _Part, part: _Part) -> None:
+    whole.sums.absorb(part.sums)
+    whole.records.extend(part.records)
+
+
+def _joined(one: _Part, two: _Part) -> _Part:
+    """Both together, as they stand now."""
+    found = _Part(one.sums.copy(), list(one.records))
+    _absorb(found, _Part(two.sums.copy(), two.records))
+    return found
+
+
+def _eligible(manager: HookManager, max_side: int) -> frozenset[str]:
+    """Choose the layers that get covariances, as the K-FAC family does.
+
+    Args:
+        manager: What captures.
+        max_side: Longest side of a covariance.
+
+    Returns:
+        Their names.
+
+    Raises:
+        ValueError: If the captured gradients have no factors.
+        CurvatureError: If a side is too long, or no layer is left.
+    """
+    projection, selection = manager.projection, manager.selection
+    if projection is not None and projection.kind != "factored":
+        raise ValueError(
+            f"projection must keep both sides of a layer for its covariances, got kind="
+            f"{projection.kind!r}. Choose 'factored', or leave the covariances out."
+        )
+    if manager.form.transform is not None:
+        raise ValueError(
+            "optimizer must be None for covariances, which are of gradients, got a manager that "
+            "captures update directions. Leave the covariances out."
+        )
+    head = None if selection.explicit else output_embedding(manager.model)
+    found, wide = [], []
+    for unit in selection.units:
+        side = _longest_side(unit)
+        grouped = any(getattr(owner.module, "groups", 1) > 1 for owner in unit.owners)
+        if side is None or (projection is not None and grouped):
+            continue
+        if any(owner.module is head for owner in unit.owners):
+            continue
+        side = side if projection is None else min(side, projection.dim)
+        found.append(unit.name)
+        if side > max_side:
+            wide.append(f"{unit.name} ({side:,}, {4 * side * side / 2**30:,.1f} GiB)")
+    if wide:
+        more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
+        raise CurvatureError(
+            f"Layers must have sides of at most max_factor_dim={max_side}, got "
+            f"{', '.join(wide[:_SHOWN])}{more} for a covariance. Leave them out with exclude=, "
+            "compress them with projection=, or raise max_factor_dim."
+        )
+    if not found:
+        raise CurvatureError(
+            "The capture must have a layer with Kronecker structure, got none. Choose other "
+            "layers, or leave the covariances out."
+        )
+    return frozenset(found)
+
+
+def _longest_side(unit: Unit) -> int | None:
+    """Longest side over a layer's owners, with the bias's constant; None for another kind."""
+    longest = 0
+    for owner in unit.owners:
+        sides = owner.rule.kronecker_sides(owner.module)
+        if sides is None:
+            return None
+        o, i = sides
+        longest = max(longest, o, (i if owner.roles.weight else 0) + int(owner.roles.bias))
+    return longest

@@ -1,0 +1,74 @@
+"""What runs beside a log: a thread that fetches its next record, and those that feed it."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from gradtrail.errors import StoreError
+from gradtrail.store.disk import Entry
+
+__all__ = ["AbstractFeeder", "AbstractSource", "fetched"]
+
+
+class AbstractFeeder(ABC):
+    """Somebody who has taken records for a log and not appended them yet."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until all that was taken is appended; what went wrong meanwhile is raised."""
+
+
+class AbstractSource(ABC):
+    """Where records are brought from."""
+
+    @abstractmethod
+    def is_slow(self, entry: Entry) -> bool:
+        """Whether bringing a record takes long enough to have a thread do it."""
+
+    @abstractmethod
+    def touch(self, entry: Entry) -> None:
+        """Refuse a record whose shard is damaged, or a source that was closed."""
+
+    @abstractmethod
+    def fetch(self, entry: Entry) -> None:
+        """Verify a record's shard and have its bytes brought into the system's cache."""
+
+
+def fetched(source: AbstractSource, entries: Sequence[Entry], *, prefetch: bool) -> Iterator[Entry]:
+    """Go through records, each once it is known to be whole.
+
+    Args:
+        source: Where they are brought from.
+        entries: The records.
+        prefetch: Whether the next one is fetched meanwhile.
+
+    Yields:
+        The records in order.
+    """
+    waiting: threading.Thread | None = None
+    try:
+        for number, entry in enumerate(entries):
+            if waiting is not None:
+                waiting.join()
+                waiting = None
+            more = prefetch and number + 1 < len(entries)
+            following = entries[number + 1] if more else None
+            if following is not None and source.is_slow(following):
+                waiting = threading.Thread(target=_fetch, args=(source, following), daemon=True)
+                waiting.start()
+            elif following is not None:
+                _fetch(source, following)
+            source.touch(entry)
+            yield entry
+    finally:
+        if waiting is not None:
+            waiting.join()
+
+
+def _fetch(source: AbstractSource, entry: Entry) -> None:
+    """Fetch a record; what goes wrong is raised where it is read."""
+    with suppress(StoreError, OSError):
+        source.fetch(entry)

@@ -1,0 +1,337 @@
+"""Shards: safetensors files of whole records, written as the records come and read by mapping.
+
+A record's tensor ``key`` is called ``"<n>/<key>"`` in the file, with ``n`` the record's number in
+the shard from 0, and ``"<n>:pad"`` are the zero bytes that bring the next record to a multiple of
+8. The data begins at a multiple of 8 bytes, so every element lies at a multiple of its size.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradtrail.errors import StoreError
+from gradtrail.files import (
+    FileSum,
+    encode_header,
+    header_entries,
+    join_sums,
+    sync_folder,
+    tensor_bytes,
+    write_all,
+    write_summed,
+)
+from gradtrail.store.layout import Layout, TensorSpec
+
+__all__ = ["Shard", "ShardWriter"]
+
+_METADATA = {"format": "pt", "gradtrail": "shard-1"}
+_CHUNK = 1 << 20
+_MAPPED = 1 << 16  # smaller tensors are read: a mapping costs more, and their number is limited
+_PAGE = 4096
+
+
+class Shard:
+    """A shard that can be read: a file that is whole, or the one being written.
+
+    Attributes:
+        path: Where the file lies now.
+        name: What it is called once it is whole.
+        layouts: What its records hold, in order.
+        total: Size and checksum that the journal has of it; None while it is written.
+        data_start: Where the first record begins, in bytes from the file's first.
+        is_checked: Whether it is known to be as it was written.
+    """
+
+    path: Path
+    name: str
+    layouts: list[Layout]
+    total: FileSum | None
+    data_start: int
+    is_checked: bool
+
+    def __init__(self, path: Path, name: str, layouts: list[Layout], total: FileSum | None) -> None:
+        """Describe a shard.
+
+        Args:
+            path: Where it lies.
+            name: Its name.
+            layouts: Layout of each record.
+            total: Size and checksum that the journal has of it; None while it is written.
+        """
+        self.path, self.name, self.layouts, self.total = path, name, layouts, total
+        num_bytes = sum(layout.stride for layout in layouts)
+        self.data_start = 0 if total is None else total.num_bytes - num_bytes
+        self._lock = threading.Lock()
+        self._checking = threading.Lock()
+        self.is_checked = total is None
+
+    def check_size(self) -> None:
+        """Refuse a file that is missing or of another size than was written.
+
+        Raises:
+            StoreError: If it is.
+        """
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            size = None
+        if self.total is not None and size != self.total.num_bytes:
+            found = "none" if size is None else f"{size} bytes"
+            raise StoreError(f"{_damaged(self)}, got {found} where it had {self.total.num_bytes}.")
+
+    def check(self) -> None:
+        """Compare every byte with what was written, the first time this is called.
+
+        A shard that this process wrote needs no such check.
+        """
+        with self._checking:
+            if not self.is_checked:
+                self.verify()
+                self.is_checked = True
+
+    def verify(self) -> None:
+        """Compare every byte with what was written: header, records and their checksum.
+
+        Raises:
+            StoreError: If the file differs.
+        """
+        if self.total is None:
+            return
+        self.check_size()
+        with FileIO(self.path) as file:
+            head = file.read(self.data_start)
+            if head != pad_header(_head(self.layouts), self.data_start):
+                raise StoreError(f"{_damaged(self)}, got a header that its records contradict.")
+            crc, buffer = zlib.crc32(head), memoryview(bytearray(_CHUNK))
+            while count := file.readinto(buffer):
+                crc = zlib.crc32(buffer[:count], crc)
+        if crc != self.total.crc32:
+            raise StoreError(
+                f"{_damaged(self)}, got checksum {crc} where {self.total.crc32} was written."
+            )
+
+    def read_ahead(self, start: int, layout: Layout) -> None:
+        """Ask the system to bring a record's bytes into its cache, without waiting for them."""
+        advise = getattr(os, "posix_fadvise", None)  # not on every system
+        if advise is None or not layout.num_bytes:
+            return
+        with self._lock, FileIO(self.path) as file:
+            place = self.data_start + start
+            advise(file.fileno(), place, layout.num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def tensor(self, start: int, spec: TensorSpec) -> Tensor:
+        """Give one tensor of a record: a private mapping of the file, or a copy of a small one.
+
+        The file is opened read-only; who writes into the tensor changes a copy of the page. The
+        mapping goes when the tensor does.
+
+        Args:
+            start: Where the record begins, from the first.
+            spec: Which tensor.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            StoreError: If the file has become shorter.
+        """
+        with self._lock:
+            offset = self.data_start + start + spec.start
+            try:
+                if spec.num_bytes < _MAPPED:
+                    return _read(self.path, offset, spec)
+                stop = offset + spec.num_bytes
+                storage = torch.UntypedStorage.from_file(str(self.path), False, stop)  # noqa: FBT003  # takes no keywords
+            except (OSError, RuntimeError, EOFError) as error:
+                self.check_size()
+                raise StoreError(f"{_damaged(self)}, got {error}.") from error
+        with torch.inference_mode(mode=False):
+            empty = torch.empty(0, dtype=spec.dtype)
+            return empty.set_(storage, offset // spec.dtype.itemsize, spec.shape)
+
+    def rename(self, move: Callable[[], tuple[Path, int, FileSum | None]]) -> None:
+        """Rename the file while nobody reads it, and note what ``move`` returns."""
+        with self._lock:
+            self.path, self.data_start, self.total = move()
+
+
+class ShardWriter:
+    """A shard under a temporary name, to which records are added."""
+
+    def __init__(self, folder: Path, name: str, shard_bytes: int, first: Layout) -> None:
+        """Begin a file.
+
+        Room for the header is left in front, as much as records like the first will need.
+
+        Args:
+            folder: The store's folder.
+            name: Name of the shard.
+            shard_bytes: Bytes that it is meant to have.
+            first: Layout of the first record.
+
+        Raises:
+            OSError: If no file can be written there.
+        """
+        self.folder, self.name = folder, name
+        count = min(max(1, shard_bytes // max(1, first.stride)) + 1, 1 << 20)
+        wanted = min(count * _entry_bytes(first), max(shard_bytes // 8, _PAGE))
+        self._reserved = -(-wanted // _PAGE) * _PAGE
+        path = folder / f"{name}.tmp"
+        self._file = FileIO(os.open(path, _FRESH, 0o666), "r+")
+        self._size, self._crc = 0, 0
+        self.shard = Shard(path, name, [], None)
+        self.shard.data_start = self._reserved
+        try:
+            write_all(self._file, memoryview(b" " * self._reserved))
+        except OSError:
+            self.abandon()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the records so far."""
+        return self._size
+
+    def add(self, layout: Layout, tensors: Sequence[Callable[[], Tensor]]) -> int:
+        """Write a record; where that fails no part of it is left.
+
+        Args:
+            layout: What it holds.
+            tensors: Gives each tensor in the layout's order.
+
+        Returns:
+            Where it begins, in bytes from the first.
+        """
+        start, crc = self._size, self._crc
+        with ExitStack() as undo:
+            undo.callback(self._file.truncate, self._reserved + start)
+            self._file.seek(self._reserved + start)
+            for tensor in tensors:
+                crc = write_summed(self._file, tensor_bytes(tensor()), crc)
+            crc = write_summed(self._file, memoryview(bytes(layout.padding)), crc)
+            undo.pop_all()
+        self._crc = crc
+        self._size += layout.stride
+        self.shard.layouts.append(layout)
+        return start
+
+    def finish(self, *, outlasts: bool) -> FileSum:
+        """Write the header, flush the file to the disk and give it its name.
+
+        Args:
+            outlasts: Whether it is flushed at all.
+
+        Returns:
+            Size and checksum of the file.
+        """
+        self._file.truncate(self._reserved + self._size)
+        head = _head(self.shard.layouts)
+        spare = self._reserved - len(head)
+        if 0 <= spare <= self._size // 16:
+            head = pad_header(head, self._reserved)
+            self._file.seek(0)
+            write_all(self._file, memoryview(head))
+        else:
+            self._move_behind(head)
+        if outlasts:
+            os.fsync(self._file.fileno())
+        total = FileSum(len(head) + self._size, join_sums(zlib.crc32(head), self._crc, self._size))
+        self.shard.rename(lambda: self._give_name(len(head), total))
+        self._file.close()
+        if outlasts:
+            sync_folder(self.folder)
+        return total
+
+    def abandon(self) -> None:
+        """Delete the unfinished file, whose records are lost.
+
+        One that has its name already may be journalled: whoever resumes the store finds out.
+        """
+        self._file.close()
+        (self.folder / f"{self.name}.tmp").unlink(missing_ok=True)
+        (self.folder / f"{self.name}.new.tmp").unlink(missing_ok=True)
+
+    def _give_name(self, data_start: int, total: FileSum) -> tuple[Path, int, FileSum]:
+        path = self.folder / self.name
+        self.shard.path.replace(path)
+        return path, data_start, total
+
+    def _move_behind(self, head: bytes) -> None:
+        """Copy the records behind a header that does not fit the room left for it."""
+        path = self.folder / f"{self.name}.new.tmp"
+        file = FileIO(os.open(path, _FRESH, 0o666), "r+")
+        try:
+            write_all(file, memoryview(head))
+            self._file.seek(self._reserved)
+            buffer = memoryview(bytearray(min(_CHUNK, max(1, self._size))))
+            while count := self._file.readinto(buffer):
+                write_all(file, buffer[:count])
+        except OSError:
+            file.close()
+            raise
+        old = self.shard.path
+        self.shard.rename(lambda: (path, len(head), None))
+        self._file.close()
+        self._file, self._reserved = file, len(head)
+        old.unlink()
+
+
+_FRESH = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+
+
+def pad_header(head: bytes, size: int) -> bytes:
+    """Fill the room left for a header with spaces, which belong to it."""
+    text = head[8:] + b" " * (size - len(head))
+    return len(text).to_bytes(8, "little") + text
+
+
+def _head(layouts: Sequence[Layout]) -> bytes:
+    """The beginning of a shard whose records have these layouts."""
+    entries: dict[str, object] = {}
+    start = 0
+    for number, layout in enumerate(layouts):
+        entries.update(_entries(number, layout, start))
+        start += layout.stride
+    return encode_header(entries, _METADATA)
+
+
+def _entries(number: int, layout: Layout, start: int) -> dict[str, dict[str, object]]:
+    specs = [(f"{number}/{s.key}", s.dtype, s.shape) for s in layout.tensors.values()]
+    if layout.padding:
+        specs.append((f"{number}:pad", torch.uint8, (layout.padding,)))
+    return header_entries(specs, start)
+
+
+def _entry_bytes(layout: Layout) -> int:
+    """About what a record takes in the header: its first entry, with longer numbers."""
+    return len(encode_header(_entries(0, layout, 1 << 24), {})) + 8 * len(layout.tensors)
+
+
+def _read(path: Path, offset: int, spec: TensorSpec) -> Tensor:
+    """Read a small tensor into memory of its own."""
+    data = bytearray(spec.num_bytes)
+    if spec.num_bytes:
+        with FileIO(path) as file:
+            file.seek(offset)
+            if file.readinto(data) != spec.num_bytes:
+                raise EOFError("an early end")
+    with torch.inference_mode(mode=False):
+        if not data:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        return torch.frombuffer(data, dtype=spec.dtype).reshape(spec.shape)
+
+
+def _damaged(shard: Shard) -> str:
+    return (
+        f"Shard {shard.name} of {str(shard.path.parent)!r} must be as it was written, else what "
+        "it holds cannot be used: restore the file, or write the store anew with mode='overwrite'"
+    )
