@@ -37,7 +37,7 @@ WRITERS = {
 READERS = {
     "score-factored": {},
     "score-bfloat16": {"dtype": "bfloat16"},
-    "score-projected": {"projection": DIM, "capture": "materialized"},
+    "score-written": {"layers": 48, "entries": 64 * 64, "blocks": 80},
 }
 
 
@@ -152,63 +152,70 @@ def write(name: str, work: workloads.Workload) -> dict[str, float]:
 def read(name: str, work: workloads.Workload, *, cold: bool) -> dict[str, Any]:
     """Write a store, then read its bytes, form its products, and score it."""
     import gradtrail
+
+    with tempfile.TemporaryDirectory() as folder:
+        train, query = Path(folder) / "train", Path(folder) / "query"
+        if "blocks" in READERS[name]:
+            synthetic(train, work.batch_size, **READERS[name])
+            synthetic(query, work.batch_size, **{**READERS[name], "blocks": 2})
+        else:
+            model = workloads.build(work)
+            gradtrail.cache(
+                model,
+                data_of(work),
+                workloads.rows(work.num_query, work.tokens, 2),
+                cache_dir=folder,
+                layers=workloads.block_linears(model, work.model),
+                batch_size=work.batch_size,
+                progress=False,
+                **READERS[name],
+            )
+        return compare(name, work, train, query, cold=cold)
+
+
+def compare(
+    name: str, work: workloads.Workload, train: Path, query: Path, *, cold: bool
+) -> dict[str, Any]:
+    """Time reading a store's bytes, forming its products, and scoring it."""
+    import gradtrail
     from gradtrail.factors import GramMemo, cross_gram
     from gradtrail.store import GradientStore
 
-    model = workloads.build(work)
-    options = {
-        "layers": workloads.block_linears(model, work.model),
-        "batch_size": work.batch_size,
-        "progress": False,
-        **READERS[name],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        gradtrail.cache(
-            model,
-            data_of(work),
-            workloads.rows(work.num_query, work.tokens, 2),
-            cache_dir=folder,
-            **options,
-        )
-        train, query = Path(folder) / "train", Path(folder) / "query"
-        shards = sorted(train.glob("*.safetensors"))
-        sizes = [path.stat().st_size for path in shards]
-        buffer, mib = bytearray(max(sizes)), round(sum(sizes) / 2**20)
+    shards = sorted(train.glob("*.safetensors"))
+    sizes = [path.stat().st_size for path in shards]
+    buffer, mib = bytearray(max(sizes)), round(sum(sizes) / 2**20)
 
-        def read_bytes() -> None:
-            for path in shards:
-                with path.open("rb", buffering=0) as file:
-                    file.readinto(buffer)
+    def read_bytes() -> None:
+        for path in shards:
+            with path.open("rb", buffering=0) as file:
+                file.readinto(buffer)
 
-        with GradientStore(train, mode="read") as store, GradientStore(query, mode="read") as asked:
-            block = next(store.blocks()).block
-            gradients = {layer: block.layers[layer] for layer in block.layers}
-            queries = written_queries(asked, work)
-            count = len(store.records)
+    with GradientStore(train, mode="read") as store, GradientStore(query, mode="read") as asked:
+        queries, held = written_queries(asked, work), in_memory(store)
 
-            def multiply() -> None:
-                memo = GramMemo()
-                for _ in range(count):
-                    total = None
-                    for layer, gradient in gradients.items():
-                        part = cross_gram(gradient, queries[layer], memo=memo)
-                        total = part if total is None else total.add_(part)
-                    memo.clear()
+        def multiply() -> None:
+            memo = GramMemo()
+            for layers in held:
+                total = None
+                for layer, gradient in layers.items():
+                    part = cross_gram(gradient, queries[layer], memo=memo)
+                    total = part if total is None else total.add_(part)
+                memo.clear()
 
-            def score() -> None:
-                gradtrail.attribute_from_cache(store, asked, progress=False)
+        def score() -> None:
+            gradtrail.attribute_from_cache(store, asked, progress=False)
 
-            found: dict[str, list[dict[str, float]]] = {"read": [], "products": [], "score": []}
-            score()
-            for _ in range(3):
-                for key, function in (
-                    ("read", read_bytes),
-                    ("products", multiply),
-                    ("score", score),
-                ):
-                    if cold and key != "products":
-                        forget(shards)
-                    found[key].append(timed(function))
+        found: dict[str, list[dict[str, float]]] = {"read": [], "products": [], "score": []}
+        score()
+        for _ in range(3):
+            for key, function in (
+                ("read", read_bytes),
+                ("products", multiply),
+                ("score", score),
+            ):
+                if cold and key != "products":
+                    forget(shards)
+                found[key].append(timed(function))
     wall = {key: statistics.median(one["wall"] for one in runs) for key, runs in found.items()}
     cpu = {key: statistics.median(one["cpu"] for one in runs) for key, runs in found.items()}
     return {
@@ -222,6 +229,31 @@ def read(name: str, work: workloads.Workload, *, cold: bool) -> dict[str, Any]:
     }
 
 
+def synthetic(path: Path, rows: int, layers: int, entries: int, blocks: int) -> None:
+    """Write a store of random gradients that are written out, as projected ones are.
+
+    Args:
+        path: Its folder.
+        rows: Examples a block.
+        layers: Number of layers.
+        entries: Numbers a layer and example.
+        blocks: Number of blocks.
+    """
+    from gradtrail.factors import DenseGradient, GradientBlock
+    from gradtrail.store import GradientStore
+
+    with GradientStore(path) as store:
+        store.define(id_scheme="index")
+        for step in range(blocks):
+            values = torch.randn(layers, rows, entries)
+            found = {
+                f"layer.{number}": DenseGradient(one, (1, entries))
+                for number, one in enumerate(values)
+            }
+            ids = tuple(range(step * rows, (step + 1) * rows))
+            store.append(GradientBlock(step, ids, found))
+
+
 def written_queries(store: Any, work: workloads.Workload) -> dict[str, Any]:  # noqa: ANN401
     """The queries' gradients in the form that scores cheapest."""
     from gradtrail.attribution.queries import QuerySide
@@ -232,6 +264,19 @@ def written_queries(store: Any, work: workloads.Workload) -> dict[str, Any]:  # 
             side.add(stored.row, layer, stored.block.layers[layer])
     side.finish()
     return side.layers
+
+
+def in_memory(store: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Every block's gradients, copied out of the store."""
+    from gradtrail.factors import map_tensors
+
+    return [
+        {
+            layer: map_tensors(gradient, torch.clone)
+            for layer, gradient in stored.block.layers.items()
+        }
+        for stored in store.blocks()
+    ]
 
 
 def forget(paths: list[Path]) -> None:

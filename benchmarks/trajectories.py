@@ -2,8 +2,9 @@
 
 A training of 200 steps is recorded once; then reading the bytes that a method needs, forming its
 products, and the method's own sweep take turns. The products are, for each step, the gradients
-with the queries' vectors and back, and for AdamW the elementwise part of its recursion on one
-vector triple a query. CPU seconds count where other processes run.
+with the queries' vectors and back; for AdamW also the elementwise part of its recursion on one
+vector triple a query, for LESS the move that Adam makes of each gradient. CPU seconds count where
+other processes run.
 
     python benchmarks/trajectories.py --queries 16
 """
@@ -66,10 +67,12 @@ def multiply(method: str, steps: int, sizes: list[int], queries: int) -> None:
     ]
     for _ in range(steps):
         for rows, (theta, first, second), factor in layers:
-            shares = rows @ theta.t()
-            if method == "less":
+            if method == "less":  # what Adam makes of each gradient, its norm and its products
+                scale = rows.square().mul_(0.1).add_(factor).sqrt_().add_(1e-8)
+                moved = torch.lerp(factor, rows, 0.1).div_(scale)
+                _ = moved @ theta.t(), moved.square().sum(1)
                 continue
-            theta.addmm_(shares.t(), rows)
+            theta.addmm_((rows @ theta.t()).t(), rows)
             if method == "adamw":  # three decays, three terms with a moment, and their sum
                 first.addcmul_(factor, theta)
                 second.addcmul_(factor, theta)

@@ -1,17 +1,18 @@
 """Real processes for tests: started once, they run one check after another in groups of any size.
 
-The parent holds the store, as ``torchrun`` does, so a process that dies takes nothing with it.
-Every run makes a process group of its own; who does not answer in time is killed, with the others.
+One process imports what the checks need and is forked for every rank, and again for one that dies.
+The test holds the store, as ``torchrun`` does; orders and answers go through it. Every run makes a
+process group of its own; if somebody does not answer in time, all are killed.
 """
 
 import datetime
 import importlib
 import json
 import os
-import queue
+import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -19,137 +20,137 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-START = 60.0  # seconds until every process has imported torch
+START = 60.0  # seconds until everything is imported
 LIMIT = 40.0  # seconds for one check on a busy machine
 GROUP_LIMIT = 20.0  # seconds that a collective waits
+IDLE = datetime.timedelta(hours=1)
 
 
 class Workers:
     """Processes that wait for checks: functions of a module of the tests, by name."""
 
-    def __init__(self, count, module):
+    def __init__(self, count, module, preload=()):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.runs = 0
-        here = Path(__file__).resolve().parent
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(
-                [*filter(None, [os.environ.get("PYTHONPATH")]), str(here)]
-            ),
-        }
-        command = [sys.executable, str(Path(__file__)), module, str(self.store.port)]
-        self.processes = [
-            subprocess.Popen(
-                [*command, str(number)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                encoding="utf-8",
-            )
-            for number in range(count)
-        ]
-        self.threads = []
-        self.lines = [queue.Queue() for _ in self.processes]
-        for process, lines in zip(self.processes, self.lines, strict=True):
-            thread = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
-            thread.start()
-            self.threads.append(thread)
+        self.runs, self.sent, self.deaths = 0, [0] * count, [0] * count
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115  # closed at the end
+        here = Path(__file__).resolve()
+        paths = [os.environ.get("PYTHONPATH"), str(here.parent)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(here), str(self.store.port), str(count), module, *preload],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # one signal ends all
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            },
+        )
         for number in range(count):
-            self._answer(number, time.monotonic() + START)
+            self._await(f"ready/{number}", START)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for thread in self.threads:
-            thread.join()
-        for process in self.processes:
-            process.stdin.close()
-            process.stdout.close()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.output.close()
 
-    def run(self, check, *, world=2, limit=LIMIT, lost=(), **arguments):
-        """Run a check in a group of some size; what it returns, by rank.
-
-        Ranks that are ``lost`` are expected to die; a check that raises fails the test.
-        """
-        found = self.try_run(check, world=world, limit=limit, lost=lost, **arguments)
+    def run(self, check, *, world=2, limit=LIMIT, **arguments):
+        """Run a check in a group of some size; what it returns, by rank."""
+        found = self.try_run(check, world=world, limit=limit, **arguments)
         for number, answer in enumerate(found):
-            assert number in lost or "value" in answer, f"rank {number}: {answer}"
-        return [None if number in lost else answer["value"] for number, answer in enumerate(found)]
+            assert "value" in answer, f"rank {number}: {answer}"
+        return [answer["value"] for answer in found]
 
     def try_run(self, check, *, world=2, limit=LIMIT, lost=(), **arguments):
-        """The same, with ``{"value": ...}`` or ``{"error": text}`` of every rank."""
+        """The same, with ``{"value": ...}`` or ``{"error": text}`` of every rank.
+
+        Ranks that are ``lost`` are expected to die, and give None.
+        """
         self.runs += 1
         order = {"check": check, "world": world, "run": self.runs, "arguments": arguments}
-        for process in self.processes[:world]:
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-        deadline = time.monotonic() + limit
-        found = []
         for number in range(world):
+            self.store.set(f"next/{number}", str(self.sent[number] + 1))
+            self.store.set(f"order/{number}/{self.sent[number]}", json.dumps(order))
+        deadline, found = time.monotonic() + limit, []
+        for number in range(world):
+            left = deadline - time.monotonic()
             if number in lost:
-                assert self.processes[number].wait(limit)
+                self._await(f"lost/{number}/{self.deaths[number]}", left)
+                self.deaths[number] += 1
                 found.append(None)
             else:
-                found.append(self._answer(number, deadline))
+                found.append(json.loads(self._await(f"answer/{number}/{self.sent[number]}", left)))
+            self.sent[number] += 1
         return found
 
-    def _answer(self, number, deadline):
-        said = []
-        while True:
-            try:
-                line = self.lines[number].get(timeout=max(0.01, deadline - time.monotonic()))
-            except queue.Empty:
+    def _await(self, key, limit):
+        deadline = time.monotonic() + limit
+        while not self.store.check([key]):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                self.output.seek(0)
+                said = self.output.read().decode(errors="replace")
                 self.__exit__()
-                raise AssertionError(f"rank {number} did not answer: {''.join(said)}") from None
-            if line is None:
-                raise AssertionError(f"rank {number} ended: {''.join(said)}")
-            if line.startswith("ANSWER "):
-                return json.loads(line[7:])
-            said.append(line)
+                raise AssertionError(f"no {key} in time: {said}")
+            time.sleep(0.002)
+        return self.store.get(key)
 
 
-def _read(stream, lines):
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
-def _answer(value):
-    sys.stdout.write("ANSWER " + json.dumps(value) + "\n")
-    sys.stdout.flush()
-
-
-def _serve(module, port, number):
+def _fork_all(port, count, *modules):
+    """Import, then keep one process a rank alive."""
     torch.set_num_threads(1)
-    checks = importlib.import_module(module)
+    checks, *_ = [importlib.import_module(module) for module in modules]
+    ranks = {_fork(checks, port, number, 0): number for number in range(count)}
+    deaths = [0] * count
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    _answer("ready")
-    for line in sys.stdin:
-        order = json.loads(line)
+    while True:
+        pid, _ = os.waitpid(-1, 0)
+        number = ranks.pop(pid)
+        ranks[_fork(checks, port, number, int(store.get(f"next/{number}")))] = number
+        store.set(f"lost/{number}/{deaths[number]}", "1")
+        deaths[number] += 1
+
+
+def _fork(checks, port, number, place):
+    pid = os.fork()
+    if not pid:
         try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(str(order["run"]), store),
-                rank=number,
-                world_size=order["world"],
-                timeout=datetime.timedelta(seconds=GROUP_LIMIT),
-            )
-            torch.manual_seed(0)
-            value = getattr(checks, order["check"])(**order["arguments"])
-            _answer({"value": value})
-        except Exception as error:  # noqa: BLE001  # the parent tells
-            text = f"{type(error).__name__}: {error}"
-            _answer({"error": text, "trace": traceback.format_exc()})
+            _serve(checks, port, number, place)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _serve(checks, port, number, place):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=IDLE)
+    store.set(f"ready/{number}", "1")
+    while True:
+        order = json.loads(store.get(f"order/{number}/{place}"))
+        store.set(f"answer/{number}/{place}", json.dumps(_answer(checks, store, number, order)))
+        place += 1
+
+
+def _answer(checks, store, number, order):
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(str(order["run"]), store),
+            rank=number,
+            world_size=order["world"],
+            timeout=datetime.timedelta(seconds=GROUP_LIMIT),
+        )
+        torch.manual_seed(0)
+        return {"value": getattr(checks, order["check"])(**order["arguments"])}
+    except Exception as error:  # noqa: BLE001  # the test tells
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    _fork_all(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -89,8 +89,9 @@ def build(name):
 def wrap(model, kind, how, per_block):
     """Wrap a model; meshes and devices are named, so that nothing goes to an accelerator."""
     mesh = init_device_mesh("cpu", (world_size(),))
-    if how == "ddp":
-        return DistributedDataParallel(model)
+    if how.startswith("ddp"):
+        options = how.split("-")[1:]
+        return DistributedDataParallel(model, **dict.fromkeys(options, True))
     if how == "fsdp1":
         return FullyShardedDataParallel(
             model,
@@ -202,7 +203,7 @@ def capture(name, how, per_block, way=None, reduction="model"):
             for step in range(2):
                 for micro in range(2):
                     rows = own_rows(2 * step + micro)
-                    last = micro == 1 or how == "plain"
+                    last = micro == 1 or "static_graph" in how  # which has no no_sync() at first
                     with contextlib.nullcontext() if last else unsynchronized(one):
                         if language:
                             one(**collate(rows)).loss.backward()

@@ -413,6 +413,8 @@ def test_options_are_checked(options, match):
 def test_live_model_is_refused():
     model = network()
     data = [(row, row.sum().view(1)) for row in ROWS]
+    with pytest.raises(ValueError, match="method must score a fixed model, got 'adamw'"):
+        gradtrail.plan(model, data, data, method="adamw")
     for call in (gradtrail.attribute, lambda m, d, _, **o: gradtrail.self_influence(m, d, **o)):
         with pytest.raises(ValueError, match="method must score a fixed model, got 'adamw'"):
             call(model, data, data, method="adamw", progress=False)

@@ -130,8 +130,11 @@ def test_recursion_with_exact_second_derivatives_is_retraining():
         layers = {name: values.unsqueeze(0) for name, values in rows.items()}
         maps = {}
         for name, values in layers.items():
-            rate = torch.full((1, 1, values.shape[2]), record.options[name]["lr"]).double()
-            maps[name] = GradientLayerStep(rate, 1 - rate * record.options[name]["weight_decay"])
+            options = record.options[name]
+            rate = torch.tensor(options["lr"], dtype=torch.float64).expand(1, 1, values.shape[2])
+            decay = options["weight_decay"]
+            maps[name] = GradientLayerStep(rate, 1 - rate * decay if decay else None)
+            assert (maps[name].multiple is None) == bool(decay)
         block = StepBlock(layers, record.shares, number * BATCH)
         steps.append(TrajectoryStep(number, (block,), maps, {}))
 
@@ -259,6 +262,8 @@ def test_live_model_is_refused():
     data = [(row, row.sum().view(1)) for row in ROWS]
     with pytest.raises(ValueError, match="method must score a fixed model, got 'dvemb'"):
         gradtrail.attribute(model, data, data, method="dvemb", progress=False)
+    with pytest.raises(ValueError, match="method must score a fixed model, got 'dvemb'"):
+        gradtrail.plan(model, data, data, method="dvemb")
     with pytest.raises(ValueError, match="method must score a fixed model, got 'dvemb'"):
         gradtrail.self_influence(model, data, method="dvemb", progress=False)
 

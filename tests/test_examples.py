@@ -80,3 +80,21 @@ def test_quickstart_names_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(quickstart, "MODEL_PACKAGE", "no_such_package_of_weights")
     assert quickstart.main(["--facts", "2"]) == 1
     assert "no_such_package_of_weights. Install it: make install" in capsys.readouterr().err
+
+
+def test_a_captured_run_is_scored_twice_without_the_model(tmp_path):
+    """EK-FAC traces queries to rows that count alike; a second run reads what is there."""
+    command = [sys.executable, str(EXAMPLES / "capture_and_reuse.py"), "--folder", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        for _ in range(2)
+    ]
+    first, second = (run.stdout for run in runs)
+    assert "720 gradients stored" in first
+    assert "stored" not in second
+    shares = [re.findall(r"^(\w+) +(\d+)%", text, re.MULTILINE) for text in (first, second)]
+    assert shares[0] == shares[1]
+    found = {name: int(share) for name, share in shares[0]}
+    assert found["ekfac"] > 85
+    assert found["graddot"] > 50

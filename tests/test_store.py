@@ -305,6 +305,7 @@ def shared_block(step, sharing):
         "a view of it": lambda: inputs.view(2, 3, 64),
         "equal numbers": lambda: inputs.clone(),
         "another shape": lambda: inputs.view(2, 6, 32)[:, :3],
+        "in another order": lambda: inputs.view(2, 64, 3).transpose(1, 2),
         "another part": lambda: torch.cat([inputs, inputs], 1)[:, 3:],
     }[sharing]()
     layers = {
@@ -342,7 +343,9 @@ def test_a_shared_input_is_stored_once_and_comes_as_one(residency, sharing, tmp_
         assert sum(path.stat().st_size for path in shards(tmp_path / "a")) < 2 * one + 3000
 
 
-@pytest.mark.parametrize("sharing", ["equal numbers", "another shape", "another part"])
+@pytest.mark.parametrize(
+    "sharing", ["equal numbers", "another shape", "another part", "in another order"]
+)
 def test_what_only_looks_shared_is_stored_by_itself(sharing, tmp_path):
     write_store(tmp_path / "a", [shared_block(0, sharing)])
     with GradientStore(tmp_path / "a", mode="read") as store:

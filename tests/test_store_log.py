@@ -242,8 +242,10 @@ def mappings(folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mappings here")
-def test_a_mapping_goes_with_its_tensor_and_writes_nothing(tmp_path):
-    big = LinearFactors(values(2, 64, 256), values(2, 64, 256), True)  # 128 KiB each
+@pytest.mark.parametrize("together", [True, False], ids=["small", "large"])
+def test_a_mapping_goes_with_its_tensors_and_writes_nothing(tmp_path, together):
+    side = 256 if together else 16640  # records of 0.25 MiB, and of a little over 16 MiB
+    big = LinearFactors(values(2, 64, side), values(2, 64, side, seed=1), True)
     with GradientStore(tmp_path / "a") as store:
         store.define(**FACTS)
         store.append(GradientBlock(0, (0, 1), {"l": big}))
@@ -252,12 +254,14 @@ def test_a_mapping_goes_with_its_tensor_and_writes_nothing(tmp_path):
         stored = next(store.blocks())
         assert mappings(tmp_path) == 0
         gradient = stored.block.layers["l"]
-        assert mappings(tmp_path) == 2
+        assert mappings(tmp_path) == (1 if together else 2)
         numbers = Path("/proc/self/fd").iterdir()
         opened = [os.path.realpath(number) for number in numbers]
         assert not any(str(tmp_path) in path for path in opened)
         gradient.activation_bsi.zero_()  # changes a private copy of the pages
         del gradient
+        if together:  # one mapping for all tensors of the block, which goes with the block
+            stored = next(store.blocks())
         assert mappings(tmp_path) == 0
         assert stored.block.layers["l"].activation_bsi.equal(big.activation_bsi)
         store.verify()

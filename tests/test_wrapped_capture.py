@@ -21,9 +21,13 @@ wrapped_once = pytest.mark.parametrize(
 )
 
 
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
+
+
 @pytest.fixture(scope="module")
 def workers():
-    with Workers(2, "rank_models") as pool:
+    pytest.importorskip("transformers")
+    with Workers(2, "rank_models", MODELS) as pool:
         yield pool
 
 
@@ -38,6 +42,14 @@ def test_own_gradients(workers, how, per_block, way):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_language_models(workers, name, how, per_block):
     workers.run("capture", name=name, how=how, per_block=per_block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"]
+)
+def test_options_of_ddp(workers, option):
+    workers.run("capture", name="tied", how=f"ddp-{option}", per_block=False)
 
 
 @pytest.mark.slow

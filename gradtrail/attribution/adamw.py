@@ -34,6 +34,7 @@ from torch import Tensor
 
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.measures import Demands, Measures
 from gradtrail.attribution.method import METHODS, MethodEntry, Task
 from gradtrail.attribution.session import Session
 from gradtrail.attribution.trajectory import AbstractLayerStep, State, TrajectoryStep
@@ -106,7 +107,12 @@ class AdamWLayerStep(AbstractLayerStep):
         theta.mul_(self.decay).addcmul_(self.first, m, value=-1).addcmul_(self.second, v)
         return theta, m, v
 
-    def pull(self, state: State, covector: Tensor) -> State:
+    @property
+    def multiple(self) -> None:
+        """None: the gradient reaches the parameters through the moments."""
+        return
+
+    def pull(self, state: State, covector: Tensor | None) -> State:
         """Apply the transpose of ``push``.
 
         Args:
@@ -229,6 +235,11 @@ class AdamWMethod(AbstractStoredMethod):
     def name(self) -> str:
         """The registered name."""
         return "adamw"
+
+    def demands(self, measures: Measures, session: Session) -> Demands:
+        """Refuse a fixed model: the method scores a training run."""
+        del measures, session
+        refuse_live(self.name)
 
     def score(self, session: Session, task: Task) -> tuple[Tensor, Tensor | None]:
         """Refuse a fixed model: the method scores a training run."""

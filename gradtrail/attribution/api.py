@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +27,17 @@ from gradtrail.attribution.method import AbstractAttributor, Task, make_method
 from gradtrail.attribution.query_source import as_queries, head_of, query_loss_of
 from gradtrail.attribution.scores import AttributionScores
 from gradtrail.attribution.session import Session
+from gradtrail.attribution.shares import Gather, in_step, inner_model, joined_scores
 from gradtrail.attribution.setup import (
     as_projection,
+    call_of,
+    check_ranks,
     ids_of,
     make_session,
     padding_id,
     recorded_options,
 )
+from gradtrail.distributed import is_main
 from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, LayerChoice, select_layers
 from gradtrail.options import check_choice, check_positive
@@ -67,8 +72,9 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     cache_dtype: str | torch.dtype | None = None,
     progress: bool = True,
     seed: int = 0,
+    gather: Gather = "all",
     **method_options: Any,  # noqa: ANN401
-) -> AttributionScores | dict[float, AttributionScores]:
+) -> AttributionScores | dict[float, AttributionScores] | None:
     r"""Score every training example against every query: which examples taught this?
 
     A score above 0 means that training more on the example lowers the query's loss. Scores are raw
@@ -93,6 +99,10 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     ``refine="cg"`` run the model as ever, and the scoring passes alone are spared; a method with
     one pass gains only what stays in ``cache_dir``. Scores are those of the gradients as kept:
     ``cache_dtype`` rounds them in the first pass too.
+
+    In many processes of ``torch.distributed`` every rank makes the same call, with the model plain,
+    in DDP, in FSDP (``use_orig_params=True``) or after ``fully_shard``. Each scores its share of
+    ``train`` against all queries; every rank returns all scores.
 
     Args:
         model: The trained model.
@@ -121,6 +131,7 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         cache_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None keeps the model's.
         progress: Whether bars are shown.
         seed: Seed of a projection given by kind or side.
+        gather: Who returns the scores: ``"all"`` ranks, or ``"rank0"`` (others return None).
         **method_options: Options of the method, such as ``normalize``.
 
     Returns:
@@ -131,7 +142,9 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     """
     name, attributor, over_checkpoints = make_method(method, method_options)
     check_choice("granularity", granularity, ("example", "token"))
+    check_choice("gather", gather, ("all", "rank0"))
     check_positive("batch_size", batch_size)
+    model = inner_model(model)
     pad = padding_id(model)
     trained = resolve_loss(loss, loss_reduction)
     task = Task(
@@ -150,14 +163,18 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=progress)
-    values, lengths = score_checkpoints(
-        session,
-        attributor,
-        checkpoints,
-        checkpoint_weights,
-        lambda: _score(session, attributor, task, kept),
-    )
-    options = recorded_options(session, attributor, task, checkpoints, checkpoint_weights)
+    check_ranks(session, attributor, checkpoints, task)
+    with in_step("attribute", model, call_of(session, attributor, task)):
+        values, lengths = score_checkpoints(
+            session,
+            attributor,
+            checkpoints,
+            checkpoint_weights,
+            lambda: _score(session, attributor, task, kept, gather),
+        )
+        options = recorded_options(session, attributor, task, checkpoints, checkpoint_weights)
+    if gather == "rank0" and not is_main():
+        return None
     make = partial(
         _result, name=name, task=task, coverage=session.selection.coverage, lengths=lengths
     )
@@ -219,23 +236,28 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     name, attributor, over_checkpoints = make_method(method, method_options)
     check_positive("batch_size", batch_size)
     kept = cache_options(gradient_cache_residency, cache_dir, capture, cache_dtype)
+    model = inner_model(model)
     rows = as_rows(train, "train", collate_fn, padding_id(model))
     resolved = resolve_loss(loss, loss_reduction)
     _check_checkpoints(name, checkpoints, checkpoint_weights, over_checkpoints=over_checkpoints)
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=progress)
+    check_ranks(session, attributor, checkpoints)
+    own = rows.share()
 
     def score() -> tuple[Tensor, None]:
-        with opened_cache(session, attributor, (rows, resolved), batch_size, kept) as cache:
+        with opened_cache(session, attributor, (own, resolved), batch_size, kept) as cache:
             probe = rows if runs_model(cache, session, attributor, rows) else head_of(rows, 0)
             with session.opened(probe, resolved):
                 prepare(cache, session, attributor, batch_size)
-                values = attributor.self_score(session, rows, resolved, batch_size).cpu().double()
+                values = attributor.self_score(session, own, resolved, batch_size).cpu().double()
+                values, _ = joined_scores(values, None, own)
                 warn_not_finite(values, session, (rows, resolved))
         return values, None
 
-    total, _ = score_checkpoints(session, attributor, checkpoints, checkpoint_weights, score)
+    with in_step("self_influence", model, {"train": len(rows), "method": name}):
+        total, _ = score_checkpoints(session, attributor, checkpoints, checkpoint_weights, score)
     return total.float()
 
 
@@ -267,17 +289,24 @@ def coverage(
 
 
 def _score(
-    session: Session, attributor: AbstractAttributor, task: Task, kept: CacheOptions | None
+    session: Session,
+    attributor: AbstractAttributor,
+    task: Task,
+    kept: CacheOptions | None,
+    gather: Gather,
 ) -> tuple[Tensor, Tensor | None]:
     """Score with the weights that are in the model now."""
     train, query = (task.train, task.loss), (task.query, task.query_loss)
-    with opened_cache(session, attributor, train, task.batch_size, kept) as cache:
+    here = replace(task, train=task.train.share())
+    held = (here.train, task.loss)
+    with opened_cache(session, attributor, held, task.batch_size, kept) as cache:
         probe, loss = train if runs_model(cache, session, attributor, task.train) else query
         own = task.query_loss is not loss and len(task.query)
         with session.opened(probe, loss, query if own else None):
             prepare(cache, session, attributor, task.batch_size)
-            values, lengths = attributor.score(session, task)
-            warn_not_finite(values, session, train, query)
+            values, lengths = attributor.score(session, here)
+            values, lengths = joined_scores(values, lengths, here.train, to=gather)
+            warn_not_finite(values, session, train, query, alone=gather == "rank0")
     return values, lengths
 
 

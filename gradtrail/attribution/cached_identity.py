@@ -97,6 +97,7 @@ def complete_facts(facts: Mapping[str, Any], session: Session, loss: Loss) -> di
         "coverage": json.dumps(selection.coverage.to_records()),
         "loss_description": loss.description,
         "output_layers": json.dumps(output_layers(session.model, selection)),
+        "without_kronecker": json.dumps(selection.without_kronecker),
     }
     return {**facts, "extra": {**facts["extra"], **known}}
 

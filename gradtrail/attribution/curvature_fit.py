@@ -16,6 +16,7 @@ from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.pass_cache import Attached
 from gradtrail.attribution.session import Batch, Session
 from gradtrail.attribution.stored import StoredRows
+from gradtrail.distributed import is_main, reduce_named, reduce_sum
 from gradtrail.factors import LayerGradient
 from gradtrail.kronecker import (
     CorrectedMoments,
@@ -27,6 +28,7 @@ from gradtrail.kronecker import (
     Scratch,
     Tensors,
     covariances_from,
+    joined_covariances,
 )
 
 __all__ = ["FisherOptions", "FitTask", "fit_bases", "fit_eigenvalues", "sampler_name"]
@@ -140,17 +142,19 @@ def fit_bases(
 
     if sums.missing or kept is not None:
         task.capture(session, "covariances", add, done, sums.missing if kept is None else None)
-    count = len(task.rows)
+    count, is_share = task.rows.total, task.rows.whole is not None
     fit = KroneckerFit("ekfac" if task.corrected else "kfac", tensors, session.device, count)
-    for name, moments in sums.direct.items():
-        if isinstance(moments, DenseMoments):
-            fit.add_direct(name, "dense", moments.sum_dd.div_(count))
-        else:
-            fit.add_direct(name, "diagonal", moments.sum_d.div_(count))
-    found = {**sums.attached, **sums.covariances.result(count)}
+    for name, sum_of in sums.moments(session.device, is_share=is_share).items():
+        kind = "dense" if task.treatments[name] == "dense" else "diagonal"
+        fit.add_direct(name, kind, sum_of.div_(count))
+    if is_share:
+        own = joined_covariances(sums.covariances.sums(), count, session.device)
+    else:
+        own = sums.covariances.result(count)
+    found = {**sums.attached, **own}
     sums.attached.clear()
     if task.corrected:
-        fit.add_bases(found, progress=session.progress)
+        fit.add_bases(found, progress=session.progress and is_main(), spread=is_share)
     else:
         fit.add_covariances(found)
     return fit
@@ -180,6 +184,14 @@ class _Sums:
     def missing(self) -> list[str]:
         """Layers that must be read."""
         return [name for name in self._task.treatments if name not in self.attached]
+
+    def moments(self, device: torch.device, *, is_share: bool) -> dict[str, Tensor]:
+        """Sums of layers without Kronecker structure, over all ranks where each has a share."""
+        found = {
+            name: one.sum_dd if isinstance(one, DenseMoments) else one.sum_d
+            for name, one in self.direct.items()
+        }
+        return reduce_named(found, device, "dense Fishers") if is_share else found
 
     def add(self, name: str, gradient: LayerGradient) -> None:
         """Take one layer of one batch."""
@@ -239,7 +251,8 @@ def fit_eigenvalues(
         kept: Factors of the whole training data, or None for another pass over it.
     """
     names = [name for name, record in fit.records.items() if record.kind == "ekfac"]
-    count, scratch = len(task.rows), Scratch()
+    count, scratch = task.rows.total, Scratch()
+    is_share = task.rows.whole is not None
     if kept is not None and kept.is_whole:
         for name in names:
             bases = fit.bases(name)
@@ -247,6 +260,8 @@ def fit_eigenvalues(
             for _, gradient in kept.pieces(name):
                 moments.add(bases, gradient, scratch)
             del bases  # before the next layer comes to the device
+            if is_share:
+                reduce_sum([moments.sum_goj], f"eigenvalues of {name}")
             fit.add_eigenvalues(name, moments.sum_goj.div_(count))
         return
     sums: dict[str, CorrectedMoments] = {}
@@ -262,11 +277,8 @@ def fit_eigenvalues(
 
     task.capture(session, "eigenvalues", add, None, names)
     for name in names:
-        fit.add_eigenvalues(name, _mean(sums.pop(name, None), fit, name, count))
-
-
-def _mean(moments: CorrectedMoments | None, fit: KroneckerFit, name: str, count: int) -> Tensor:
-    """Mean of the squares; zero for a layer that fresh draws did not reach."""
-    if moments is None:
-        return CorrectedMoments.like(fit.bases(name)).sum_goj
-    return moments.sum_goj.div_(count)
+        # zero for a layer that fresh draws, or this rank, did not reach
+        moments = sums.pop(name, None) or CorrectedMoments.like(fit.bases(name))
+        if is_share:
+            reduce_sum([moments.sum_goj], f"eigenvalues of {name}")
+        fit.add_eigenvalues(name, moments.sum_goj.div_(count))

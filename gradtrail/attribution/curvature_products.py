@@ -29,6 +29,7 @@ from gradtrail.attribution.layer_maps import LayerMap, to_layers, to_parameters
 from gradtrail.attribution.losses import Loss, outputs_of
 from gradtrail.attribution.outputs import OutputKind, widened
 from gradtrail.attribution.session import Session
+from gradtrail.distributed import is_main, reduce_sum
 from gradtrail.errors import UnsupportedLayerError
 from gradtrail.kronecker.conjugate import Vectors
 from gradtrail.progress import progress_bar
@@ -127,8 +128,10 @@ class GaussNewtonProducts:
                 (products,) = vmap(pullback)(curved(pushed))
                 for name, value in products.items():
                     sums[name][part] += value
+        if self.rows.whole is not None:
+            reduce_sum(list(sums.values()), "products with the Gauss-Newton matrix")
         found = to_layers(self.maps, sums)
-        return {name: value.to(vectors[name]) / len(self.rows) for name, value in found.items()}
+        return {name: value.to(vectors[name]) / self.rows.total for name, value in found.items()}
 
     def quadratic(self, vectors: Vectors) -> Tensor:
         """Multiply by the matrix from both sides, in one forward-mode pass over the data.
@@ -149,7 +152,9 @@ class GaussNewtonProducts:
                 pushed = self._pushed(function, {k: v[part] for k, v in tangents.items()})
                 shares = (pushed * curved(pushed)).flatten(1).sum(1)
                 total[part] += shares.cpu().double()
-        return total / len(self.rows)
+        if self.rows.whole is not None:
+            reduce_sum([total], "quadratic forms")
+        return total / self.rows.total
 
     def _tangents(self, vectors: Vectors) -> dict[str, Tensor]:
         cut = to_parameters(self.maps, vectors)
@@ -167,7 +172,8 @@ class GaussNewtonProducts:
         """Every batch as a function of the parameters, with how many directions fit at once."""
         session = self.session
         narrow = any(p.dtype in _NARROW for p in session.model.parameters())
-        with progress_bar(phase, len(self.rows), enabled=session.progress) as bar:
+        enabled = session.progress and is_main()
+        with progress_bar(phase, len(self.rows), enabled=enabled) as bar:
             for start, size, raw in self.rows.batches(self.batch_size):
                 batch = move_batch(raw, session.device)
                 if narrow:

@@ -11,6 +11,7 @@ from gradtrail.attribution.curvature_fit import FitTask
 from gradtrail.attribution.curvature_queries import QueryOptions
 from gradtrail.attribution.gauss_newton import RefineOptions, gauss_newton_solve
 from gradtrail.attribution.session import Session
+from gradtrail.distributed import broadcast_tensor
 from gradtrail.factors import DenseGradient, LayerGradient, concatenate, to_dense
 from gradtrail.kronecker import Damping, KroneckerFit
 
@@ -41,6 +42,9 @@ def refined_queries(
     right = {name: to_dense(one) for name, one in layers.items() if name in fit.records}
     if not right:
         return {}
+    if task.rows.whole is not None:  # all ranks solve one system and stop at one iteration
+        for gradient in right.values():
+            broadcast_tensor(gradient.values_bd, 0)
 
     def precondition(name: str, values_qd: Tensor, damping: float) -> Tensor:
         gradient = DenseGradient(values_qd, right[name].shape, right[name].has_bias)

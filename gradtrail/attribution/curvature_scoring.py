@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradtrail.attribution.kept import KeptFactors
 from gradtrail.attribution.session import Batch
+from gradtrail.distributed import reduce_sum
 from gradtrail.factors import (
     DenseGradient,
     GramMemo,
@@ -124,6 +125,7 @@ def score_kept_turned(
     shape: tuple[int, int],
     *,
     norms: bool,
+    is_share: bool = False,
 ) -> ScoreTable:
     """Correct the eigenvalues of EK-FAC and score, turning each kept gradient once.
 
@@ -137,12 +139,13 @@ def score_kept_turned(
         dampings: One set of columns each.
         shape: Numbers of training examples and of columns.
         norms: Whether squared norms are wanted.
+        is_share: Whether the training data are one rank's share: then the squares are added up.
 
     Returns:
         The scores and, where wanted, the squared norms.
     """
     table, scratch = ScoreTable.zeros(shape, kept.like), Scratch()
-    for name, pieces in kept.take():
+    for name, pieces in kept.take(fit.records if is_share else ()):
         query = raw.get(name)
         if fit.records[name].kind != "ekfac":
             curvature = fit.curvature(name)
@@ -156,7 +159,9 @@ def score_kept_turned(
         for block in blocks:
             turned = _turned(bases, block, scratch)
             moments.add_turned(turned)
-        fit.add_eigenvalues(name, moments.sum_goj.div_(shape[0]))
+        if is_share:
+            reduce_sum([moments.sum_goj], f"eigenvalues of {name}")
+        fit.add_eigenvalues(name, moments.sum_goj.div_(fit.num_examples))
         curvature = replace(bases, eigenvalues_goj=moments.sum_goj)
         ready = None if query is None else _turned_queries(curvature, query, dampings)
         for block in blocks:

@@ -66,7 +66,8 @@ def choose_stored_curvature(
     wide: dict[str, int] = {}
     eligible = 0
     for name, facts in stored.layers.items():
-        sides = stored.covered.get(name) or _sides(facts)
+        known = name not in stored.without_kronecker
+        sides = (stored.covered.get(name) or _sides(facts)) if known else None
         if name in diagonal:
             treatments[name] = "diagonal"
         elif name in stored.output_layers and not stored.explicit:

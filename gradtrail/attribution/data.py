@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 from torch.utils.data import default_collate as torch_collate
+
+from gradtrail.distributed import rank, shard_of, world_size
 
 __all__ = ["Collate", "Rows", "as_rows", "move_batch", "pad_rows"]
 
@@ -24,14 +26,36 @@ class Rows:
     Attributes:
         dataset: Anything with a length and rows by number.
         collate: Makes a batch of a list of rows.
+        whole: The rows of all ranks together, where these are one rank's share; else None.
+        first: Number of the first row among all.
     """
 
     dataset: Any
     collate: Collate
+    whole: Rows | None = field(default=None, kw_only=True)
+    first: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.dataset)
+
+    @property
+    def total(self) -> int:
+        """Number of rows of all ranks together."""
+        return len(self if self.whole is None else self.whole)
+
+    def share(self) -> Rows:
+        """Take this rank's share: contiguous, without duplicates.
+
+        Returns:
+            The same rows where there is one process.
+        """
+        world = world_size()
+        if world == 1 or self.whole is not None:
+            return self
+        numbers = shard_of(len(self), rank(), world)
+        part = Subset(self.dataset, numbers)
+        return replace(self, dataset=part, whole=self, first=numbers.start)
 
     def batch(self, numbers: Sequence[int]) -> Any:  # noqa: ANN401  # any batch a model takes
         """Make one batch of the rows with these numbers."""

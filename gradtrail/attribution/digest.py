@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradtrail.distributed import gather_rows
 from gradtrail.hooks import batch_ids, call_fields
+from gradtrail.hooks.sharded import Shards
+from gradtrail.hooks.wrapped import communicates, named_modules
 
 __all__ = ["DataDigest", "code_digest", "content_ids", "model_digest"]
 
@@ -21,6 +24,9 @@ _SAMPLE = 1024
 def model_digest(model: nn.Module) -> str:
     """Digest a model's weights: names, shapes, dtypes, some entries of each and all its bits' sum.
 
+    Of a model that processes hold in parts every one must ask; one parameter at a time is put
+    together.
+
     Args:
         model: The model.
 
@@ -28,7 +34,7 @@ def model_digest(model: nn.Module) -> str:
         32 hexadecimal digits. Any one entry that changes changes them.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in model.state_dict().items():
+    for name, value in _state(model):
         if not isinstance(value, Tensor):
             continue
         digest.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1e".encode())
@@ -38,6 +44,27 @@ def model_digest(model: nn.Module) -> str:
         digest.update(sample.view(torch.uint8).numpy().tobytes())
         digest.update(str(_bit_sum(flat)).encode())
     return digest.hexdigest()
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A model's state by the names of the plain model, whole parameter by whole parameter."""
+    if not communicates(model):
+        yield from model.state_dict().items()
+        return
+    shards = Shards(model)
+    for name, module in named_modules(model, remove_duplicate=False):
+        own = [
+            *module._parameters.items(),  # noqa: SLF001  # as state_dict does
+            *(
+                pair
+                for pair in module._buffers.items()  # noqa: SLF001
+                if pair[0] not in module._non_persistent_buffers_set  # noqa: SLF001
+            ),
+        ]
+        for role, value in own:
+            if value is not None:
+                (whole,) = shards.wholes([(value, value.detach())])
+                yield ".".join(filter(None, (name, role))), whole
 
 
 def _bit_sum(flat: Tensor) -> int:
@@ -67,18 +94,30 @@ def content_ids(batch: object, size: int) -> tuple[str, ...]:
 class DataDigest:
     """Digest of a data set's rows in order, taken while they are read."""
 
-    def __init__(self) -> None:
-        """Start without rows."""
+    def __init__(self, *, of_share: bool = False) -> None:
+        """Start without rows.
+
+        Args:
+            of_share: Whether the rows are one rank's share of the data.
+        """
         self._digest = hashlib.blake2b(digest_size=16)
+        self._share = bytearray() if of_share else None
 
     def add(self, ids: tuple[str, ...]) -> None:
         """Take the content ids of the next rows."""
         for name in ids:
-            self._digest.update(name.encode())
+            if self._share is None:
+                self._digest.update(name.encode())
+            else:
+                self._share += name.encode()
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
-        return self._digest.hexdigest()
+        """32 hexadecimal digits; of shares, the digest of all rows, and every rank must ask."""
+        if self._share is None:
+            return self._digest.hexdigest()
+        own = torch.tensor(list(self._share), dtype=torch.uint8)
+        joined = gather_rows(own, what="content ids")
+        return hashlib.blake2b(joined.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def code_digest(function: Callable[..., Any]) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.measures import Demands, Measures
 from gradtrail.attribution.method import METHODS, MethodEntry, Task
 from gradtrail.attribution.session import Session
 from gradtrail.attribution.trajectory import AbstractLayerStep, State
@@ -76,18 +77,25 @@ class GradientLayerStep(AbstractLayerStep):
         (theta,) = state
         return (self._kept(theta).addcmul_(self.rate, change, value=-1),)
 
-    def pull(self, state: State, covector: Tensor) -> State:
+    @property
+    def multiple(self) -> float | None:
+        """Minus the rate, where all entries have one and nothing shrinks them meanwhile."""
+        alone = self.decay is None and self.rate.stride() == (0, 0, 0)
+        return -float(self.rate[0, 0, 0]) if alone and self.rate.numel() else None
+
+    def pull(self, state: State, covector: Tensor | None) -> State:
         """Apply the transpose of ``push``.
 
         Args:
             state: Derivatives with respect to the parameters after the step, overwritten.
-            covector: Where derivatives with respect to the step's gradient are written.
+            covector: Where derivatives with respect to the step's gradient are written, or None.
 
         Returns:
             Derivatives with respect to the parameters before the step.
         """
         (theta,) = state
-        torch.mul(theta, -self.rate, out=covector)
+        if covector is not None:
+            torch.mul(theta, -self.rate, out=covector)
         return (self._kept(theta),)
 
     def _kept(self, theta: Tensor) -> Tensor:
@@ -118,6 +126,11 @@ class DVEmbMethod(AbstractStoredMethod):
     def name(self) -> str:
         """The registered name."""
         return "dvemb"
+
+    def demands(self, measures: Measures, session: Session) -> Demands:
+        """Refuse a fixed model: the method scores a training run."""
+        del measures, session
+        refuse_live(self.name)
 
     def score(self, session: Session, task: Task) -> tuple[Tensor, Tensor | None]:
         """Refuse a fixed model: the method scores a training run."""

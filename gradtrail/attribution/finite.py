@@ -18,6 +18,7 @@ from gradtrail.attribution.stored import StoredRows
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import LayerGradient, tensors_of
 from gradtrail.hooks import tokens_of
+from gradtrail.hooks.wrapped import communicates
 
 __all__ = ["warn_not_finite"]
 
@@ -30,6 +31,8 @@ def warn_not_finite(
     session: Session,
     train: tuple[Rows, Loss],
     query: tuple[Rows, Loss] | None = None,
+    *,
+    alone: bool = False,
 ) -> None:
     """Name the rows whose scores are not finite, and the layer where one of them went wrong.
 
@@ -41,6 +44,7 @@ def warn_not_finite(
         session: The open session.
         train: The training examples and their loss.
         query: The queries and their loss, or None.
+        alone: Whether other ranks do not look: then nothing is run that needs them.
     """
     good_nq = torch.isfinite(values)
     if bool(good_nq.all()) or not values.numel():
@@ -55,9 +59,13 @@ def warn_not_finite(
         if numbers
     ]
     rows, loss, number = (*train, bad_rows[0]) if bad_rows else (*query, bad_queries[0])
+    if alone and session.model is not None and communicates(session.model):
+        cause = "which layer it begins in is looked for with gather='all'"
+    else:
+        cause = _cause(session, rows, loss, number)
     warnings.warn(
-        f"The scores of {' and '.join(named)} are not finite: {_cause(session, rows, loss, number)}"
-        ". They stay as computed, NaN or infinite.",
+        f"The scores of {' and '.join(named)} are not finite: {cause}. They stay as computed, "
+        "NaN or infinite.",
         GradTrailWarning,
         stacklevel=4,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.digest import DataDigest, content_ids, model_digest
+from gradtrail.attribution.shares import on_every
 from gradtrail.attribution.stored import StoredRows
+from gradtrail.distributed import exchange, guarded, is_main
 from gradtrail.errors import CurvatureError
 from gradtrail.kronecker import FIT_FILE, KroneckerFit, Tensors, load_fit, save_fit, signature
 
@@ -97,6 +99,8 @@ class FitPlace:
         definition: Mapping[str, str],
         make: Callable[[], Tensors],
         device: torch.device,
+        *,
+        is_shared: bool = False,
     ) -> KroneckerFit | None:
         """Give the fit that was remembered or saved.
 
@@ -104,13 +108,18 @@ class FitPlace:
             definition: What must define it.
             make: Makes what holds a loaded fit's tensors.
             device: Where its layers are used.
+            is_shared: Whether every rank asks.
 
         Returns:
             The fit, or None where there is none yet.
         """
         state = None if self.directory is None else self._state()
+        if is_shared:
+            self._agree(state)
         if self._memory is not None and (self.directory is None or state is not None):
             fit = self._memory.recall(definition, state)
+            if is_shared and not on_every("remembered fit", flag=fit is not None):
+                fit = None
             if fit is not None:
                 if fit.tensors.residency != self._residency:
                     fit.move_to(make())
@@ -126,21 +135,35 @@ class FitPlace:
             self._memory.keep(fit, state)
         return fit
 
-    def keep(self, fit: KroneckerFit, damping: Mapping[str, Any]) -> None:
+    def keep(
+        self, fit: KroneckerFit, damping: Mapping[str, Any], *, is_shared: bool = False
+    ) -> None:
         """Save a new fit and remember it.
 
         Args:
             fit: The fit, whole.
             damping: Damping it was made for, recorded only.
+            is_shared: Whether every rank has it: then the first one saves it.
         """
         if self.directory is not None:
-            save_fit(fit, self.directory, damping)
+            with guarded("saving a fit") if is_shared else nullcontext():
+                if is_main() or not is_shared:
+                    save_fit(fit, self.directory, damping)
         if self._memory is not None:
             self._memory.keep(fit, None if self.directory is None else self._state())
 
     def holds(self, fit: KroneckerFit | None) -> bool:
         """Whether a fit is remembered, so that it must stay open."""
         return fit is not None and self._memory is not None and self._memory.fit is fit
+
+    def _agree(self, state: tuple[int, int, int] | None) -> None:
+        """Refuse a folder that some ranks see a fit in and others do not."""
+        sees = [found for (found,) in exchange("fit in fisher_dir", int(state is not None))]
+        if len(set(sees)) > 1:
+            raise CurvatureError(
+                f"fisher_dir must be a folder that every rank sees, got {str(self.directory)!r} "
+                f"with a fit on ranks {[place for place, one in enumerate(sees) if one]} alone."
+            )
 
     def _state(self) -> tuple[int, int, int] | None:
         """State of the file, after a check that the folder is free or holds a fit."""
@@ -190,7 +213,7 @@ def _origin(model: torch.nn.Module | None, rows: Rows, batch_size: int | None) -
         # gradients of weights that changed from step to step belong to their store alone
         weights = facts.checkpoint_digest or f"store {rows.store.run}"
         return {"model_digest": weights, "train_digest": rows.digest}
-    digest = DataDigest()
+    digest = DataDigest(of_share=rows.whole is not None)
     for _, size, batch in rows.batches(batch_size):
         digest.add(content_ids(batch, size))
     return {"model_digest": model_digest(model), "train_digest": digest.hexdigest()}

@@ -20,6 +20,7 @@ from gradtrail.attribution.layer_maps import map_layers
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.outputs import model_outputs
 from gradtrail.attribution.session import Session
+from gradtrail.distributed import is_main, reduce_sum
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import DenseGradient, LayerGradient, squared_norm
 from gradtrail.hooks import tokens_of
@@ -210,7 +211,8 @@ def _solve(
 def _mean_eigenvalue(products: GaussNewtonProducts, options: RefineOptions) -> tuple[float, float]:
     """Trace of the matrix over its side, with its relative standard error."""
     size = sum(layer.size for layer in products.maps)
-    batch = move_batch(products.rows.batch([0]), products.session.device)
+    rows = products.rows.whole or products.rows
+    batch = move_batch(rows.batch([0]), products.session.device)
     with torch.no_grad():
         few = expects_few_outputs(model_outputs(products.session.model, batch))
     if few:
@@ -238,15 +240,18 @@ def _exact_trace(products: GaussNewtonProducts) -> float:
         if name in names:
             total.add_(squared_norm(gradient).sum().cpu().double())
 
-    with progress_bar("mean curvature", len(rows), enabled=session.progress) as bar:
+    enabled = session.progress and is_main()
+    with progress_bar("mean curvature", len(rows), enabled=enabled) as bar:
         for start, size, raw in rows.batches(products.batch_size):
             values = move_batch(raw, session.device)
-            for losses in loss.rounds(session.model, values, start):
+            for losses in loss.rounds(session.model, values, rows.first + start):
                 session.live.run(
                     losses, batch=size, tokens=tokens_of(values), sink=add, several=loss.several
                 )
             bar.update(size)
-    return float(total) / len(rows)
+    if rows.whole is not None:
+        reduce_sum([total], "mean curvature")
+    return float(total) / rows.total
 
 
 def _signs(count: int, size: int, generator: torch.Generator) -> Tensor:

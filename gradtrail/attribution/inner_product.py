@@ -51,6 +51,11 @@ class InnerProductAttributor(AbstractAttributor):
         """Check the options."""
         check_choice("normalize", self.normalize, (None, "train", "both"))
 
+    @property
+    def shares_rows(self) -> bool:
+        """Every process may score its share."""
+        return True
+
     def choose_stored(self, stored: StoredModel, rows: StoredRows) -> StoredModel:
         """Take every layer; of preconditioned queries the norm is not known.
 

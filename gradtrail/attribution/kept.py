@@ -5,7 +5,7 @@ Suffixes: b example.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -120,13 +120,20 @@ class KeptFactors:
         """Every layer with what is kept of it, without letting go."""
         return iter(self._pieces.items())
 
-    def take(self) -> Iterator[tuple[str, list[tuple[Batch, LayerGradient]]]]:
+    def take(
+        self, names: Iterable[str] = ()
+    ) -> Iterator[tuple[str, list[tuple[Batch, LayerGradient]]]]:
         """Hand over layer by layer; what was handed over is no longer kept.
+
+        Args:
+            names: Layers that come first, in this order, also with nothing kept of them.
 
         Yields:
             The layer and its pieces.
         """
         self.active = False
+        for name in names:
+            yield name, self._pieces.pop(name, [])
         while self._pieces:
             name = next(iter(self._pieces))
             yield name, self._pieces.pop(name)

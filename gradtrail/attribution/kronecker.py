@@ -151,6 +151,11 @@ class KroneckerMethod(AbstractAttributor):
         return "ekfac" if self.corrected else "kfac"
 
     @property
+    def shares_rows(self) -> bool:
+        """Every process may score its share."""
+        return True
+
+    @property
     def ensemble(self) -> bool:
         """Several checkpoints: scores of one scale each, averaged."""
         return True
@@ -222,7 +227,7 @@ class KroneckerMethod(AbstractAttributor):
                 f"gradient_budget must be None with top_k, got {self.gradient_budget}: kept "
                 "gradients are scored layer by layer in one table. Leave one of them out."
             )
-        if not len(task.train):
+        if not task.train.total:
             columns = len(task.query) * len(self.dampings)
             if task.top_k is not None:
                 return torch.zeros(0, columns), torch.zeros(0, columns, dtype=torch.int64)
@@ -254,7 +259,7 @@ class KroneckerMethod(AbstractAttributor):
                     f"{option} must be None for self-influence, got {getattr(self, option)!r}: it "
                     "works on queries. Leave it out."
                 )
-        if not len(rows):
+        if not rows.total:
             return torch.zeros(0)
         with self.run(session, rows, loss, batch_size) as run:
             return run.self_score()

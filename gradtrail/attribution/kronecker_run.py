@@ -36,6 +36,7 @@ from gradtrail.attribution.method import Task
 from gradtrail.attribution.queries import QuerySide, compact_form
 from gradtrail.attribution.scoring import Scorer, normalized
 from gradtrail.attribution.session import Batch, Session
+from gradtrail.attribution.shares import most_of, on_every
 from gradtrail.attribution.stored import StoredRows
 from gradtrail.factors import LayerGradient, select, squared_norm
 from gradtrail.kronecker import Damping, KroneckerFit, Tensors
@@ -145,7 +146,12 @@ class KroneckerRun:
         """Give a fit that was saved or remembered, without running the model."""
         if self.fit is None and self._place.is_somewhere:
             self._definition = self._define()
-            self.fit = self._place.find(self._definition, self._make_tensors, self._session.device)
+            self.fit = self._place.find(
+                self._definition,
+                self._make_tensors,
+                self._session.device,
+                is_shared=self._is_share,
+            )
         return self.fit
 
     def make_fit(self) -> KroneckerFit:
@@ -177,7 +183,13 @@ class KroneckerRun:
             dampings = self._options.dampings
             shape = (len(task.train), columns)
             table = score_kept_turned(
-                self.fit, self._kept, raw.layers, dampings, shape, norms=norms is not None
+                self.fit,
+                self._kept,
+                raw.layers,
+                dampings,
+                shape,
+                norms=norms is not None,
+                is_share=self._is_share,
             )
             self._finish()
             squared_n = table.squared_n if norms else None
@@ -231,6 +243,21 @@ class KroneckerRun:
             self.fit = fit_bases(self._session, self._task, self._tensors, self._kept)
             self.fit.definition.update(self._definition)
             self._is_new = True
+            if self._is_share and keep and not self._all_keep():
+                self._kept = None
+
+    @property
+    def _is_share(self) -> bool:
+        """Whether the training data are one rank's share."""
+        return self._task.rows.whole is not None
+
+    def _all_keep(self) -> bool:
+        """Whether every rank has kept its share: else none uses what it kept."""
+        whole = self._kept is not None and self._kept.is_whole
+        found = on_every("whole training factors", flag=whole)
+        if not found and self._kept is not None:
+            self._kept.drop()
+        return found
 
     def _complete(self) -> None:
         """Correct the eigenvalues of a new fit."""
@@ -246,7 +273,7 @@ class KroneckerRun:
                 "strength": [damping.strength for damping in dampings],
                 "relative": dampings[0].relative,
             }
-            self._place.keep(self.fit, recorded)
+            self._place.keep(self.fit, recorded, is_shared=self._is_share)
             self._is_new = False
         self.fit.warn_flat(min(dampings, key=lambda damping: damping.strength))
 
@@ -265,7 +292,9 @@ class KroneckerRun:
     def _count_chunks(self, raw: QuerySide) -> int:
         corrected = {name: record.kind != "kfac" for name, record in self.fit.records.items()}
         sets = len(self._options.dampings)
-        return query_chunks(raw.layers, corrected, self._options.queries, sets, self._budget())
+        options = self._options.queries
+        chunks = query_chunks(raw.layers, corrected, options, sets, self._budget())
+        return most_of("chunks of queries", chunks) if self._is_share else chunks
 
     def _score(
         self, task: Task, raw: QuerySide, norms_q: Tensor | None

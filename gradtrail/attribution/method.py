@@ -136,6 +136,11 @@ class AbstractAttributor(abc.ABC):
         return Demands(query_bytes=measures.query_bytes)
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether every one of many processes may score its share of the training examples."""
+        return False
+
+    @property
     def ensemble(self) -> bool:
         """Whether scores of several checkpoints are brought to one scale and averaged."""
         return False

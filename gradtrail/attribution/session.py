@@ -23,11 +23,14 @@ from gradtrail.attribution.pass_cache import (
     CapturePass,
 )
 from gradtrail.attribution.query_source import QueryBatch, QuerySum, SourceRows
+from gradtrail.attribution.shares import most_of
 from gradtrail.attribution.stored import StoredRows, attached_covariances, replay
 from gradtrail.attribution.stored_model import StoredModel
+from gradtrail.distributed import gather_json, is_main
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import LayerGradient, Projection, project
 from gradtrail.hooks import LivePass, Selection, first_tensor, tokens_of
+from gradtrail.hooks.wrapped import communicates
 from gradtrail.progress import progress_bar
 
 __all__ = ["Batch", "Session"]
@@ -54,6 +57,7 @@ class Session:
         checkpoint: Number of the checkpoint in the model, or None.
         cache: Answers passes whose gradients are stored, or None.
         stored: The layers of the stores, in place of a model, or None.
+        is_shared: Whether every rank passes over its share of the training data.
         live: The pass that is open, or None.
         notes: What a method wants recorded with its result, fit for JSON.
     """
@@ -67,11 +71,13 @@ class Session:
     checkpoint: int | None = None
     cache: AbstractPassCache | None = None
     stored: StoredModel | None = None
+    is_shared: bool = False
     live: LivePass | None = field(default=None, init=False)
     notes: dict[str, Any] = field(default_factory=dict, init=False)
     _captured: int = field(default=0, init=False)
     _replays: bool = field(default=False, init=False)
     _data: dict[str, str] = field(default_factory=dict, init=False)
+    _share: DataDigest | None = field(default=None, init=False)
 
     @contextmanager
     def opened(
@@ -163,7 +169,7 @@ class Session:
 
     def _replay(self, request: CapturePass) -> str:
         rows = request.rows
-        with progress_bar(request.phase, len(rows), enabled=self.progress) as bar:
+        with self._bar(request.phase, len(rows)) as bar:
             for place in replay(
                 rows,
                 batch_size=request.batch_size,
@@ -185,16 +191,20 @@ class Session:
             Digest of the rows that ran.
         """
         self._captured += len(request.rows) - start
-        digest = DataDigest()
+        is_share = request.rows.whole is not None
+        digest = DataDigest(of_share=is_share)
+        if is_share:
+            self._share = digest
         if isinstance(request.rows, SourceRows):
             self._capture_source(request, digest)
         else:
             self._capture_rows(request, start, digest)
-        return digest.hexdigest()
+        return "" if is_share else digest.hexdigest()
 
     def _capture_rows(self, request: CapturePass, first: int, digest: DataDigest) -> None:
         rows, loss, done = request.rows, request.loss, request.done
-        with progress_bar(request.phase, len(rows), enabled=self.progress) as bar:
+        missing = self._missing_batches(request, first)
+        with self._bar(request.phase, len(rows)) as bar:
             bar.update(first)
             for start, size, raw in rows.batches(request.batch_size, first):
                 values = move_batch(raw, self.device)
@@ -206,7 +216,7 @@ class Session:
                         gradient = project(name, gradient, self.projection)
                     request.sink(place, name, gradient)
 
-                for losses in loss.rounds(self.model, values, start):
+                for losses in loss.rounds(self.model, values, rows.first + start):
                     self.live.run(
                         losses,
                         batch=size,
@@ -216,6 +226,31 @@ class Session:
                         done=None if done is None else partial(done, place),
                     )
                 bar.update(size)
+        for _ in range(missing):
+            values = move_batch(rows.whole.batch([0]), self.device)
+            for losses in loss.rounds(self.model, values, 0):
+                self.live.run(
+                    losses,
+                    batch=1,
+                    tokens=tokens_of(values),
+                    sink=lambda *_: None,
+                    several=loss.several,
+                )
+
+    def _missing_batches(self, request: CapturePass, first: int) -> int:
+        """How many more batches another rank has, where a forward needs every rank.
+
+        As many are run beside the own ones; what they give counts nowhere.
+        """
+        rows = request.rows
+        if rows.whole is None or not communicates(self.model):
+            return 0
+        own = -(-(len(rows) - first) // request.batch_size)
+        return most_of("batches of a pass", own) - own
+
+    def _bar(self, phase: str, total: int) -> Any:  # noqa: ANN401  # a context manager
+        """Show progress; of many processes the first one's."""
+        return progress_bar(phase, total, enabled=self.progress and is_main())
 
     def run_part(self, rows: SourceRows, batch: QueryBatch, sink: Sink) -> Tensor:
         """Run one batch of a query source.
@@ -247,6 +282,8 @@ class Session:
 
     def digests(self) -> dict[str, str]:
         """Digests of the weights and of the data of every pass, by name."""
+        if self._share is not None:
+            self._data["train"], self._share = self._share.hexdigest(), None
         data = {f"{phase}_digest": digest for phase, digest in self._data.items()}
         weights = self.stored.digest if self.model is None else model_digest(self.model)
         return {"model_digest": weights, **data}
@@ -255,7 +292,7 @@ class Session:
         """Capture queries that bring their own batches."""
         rows, total = request.rows, QuerySum()
         source = rows.source
-        with progress_bar(request.phase, source.num_parts, enabled=self.progress) as bar:
+        with self._bar(request.phase, source.num_parts) as bar:
             for batch in source.batches(request.batch_size):
                 digest.add(batch.ids)
                 start, size = (0, 1) if source.is_summed else (batch.start, batch.size)
@@ -283,6 +320,11 @@ class Session:
         """Name the layers whose gradient was zero for every example of every pass."""
         # of passes that were not run here it is not known what they reached
         told = self._captured and not self._replays
+        if self.is_shared:
+            own = [bool(self._captured), self._replays, sorted(self.live.reached)]
+            sides = gather_json(own)
+            told = any(ran for ran, _, _ in sides) and not any(read for _, read, _ in sides)
+            self.live.reached.update(name for _, _, names in sides for name in names)
         missing = self.live.never_reached() if told else ()
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")

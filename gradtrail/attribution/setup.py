@@ -9,11 +9,22 @@ import torch
 from torch import nn
 
 from gradtrail.attribution.method import AbstractAttributor, Task
+from gradtrail.attribution.query_source import SourceRows
 from gradtrail.attribution.session import Session
+from gradtrail.distributed import world_size
 from gradtrail.factors import Projection
 from gradtrail.hooks import Selection
+from gradtrail.hooks.wrapped import communicates
 
-__all__ = ["as_projection", "ids_of", "make_session", "padding_id", "recorded_options"]
+__all__ = [
+    "as_projection",
+    "call_of",
+    "check_ranks",
+    "ids_of",
+    "make_session",
+    "padding_id",
+    "recorded_options",
+]
 
 
 def make_session(
@@ -52,7 +63,70 @@ def make_session(
         raise ValueError(
             f"device must be where the model is ({place}), got {wanted}. Move the model first."
         )
-    return Session(model, selection, place, as_projection(projection, seed), progress, seed)
+    return Session(
+        model,
+        selection,
+        place,
+        as_projection(projection, seed),
+        progress,
+        seed,
+        is_shared=world_size() > 1,
+    )
+
+
+def check_ranks(
+    session: Session,
+    attributor: AbstractAttributor,
+    checkpoints: Sequence[Any] | None = None,
+    task: Task | None = None,
+) -> None:
+    """Refuse what does not work in many processes.
+
+    Args:
+        session: The session.
+        attributor: The method.
+        checkpoints: The checkpoints, or None.
+        task: What is to be scored, or None.
+
+    Raises:
+        ValueError: If something does not.
+    """
+    if world_size() == 1:
+        return
+    if not attributor.shares_rows:
+        raise ValueError(
+            f"method must be one that shares training examples between processes, got "
+            f"{attributor.name!r} with {world_size()} processes. Use 'graddot', 'gradcos', "
+            "'tracin', 'kfac' or 'ekfac', or call it in one process."
+        )
+    if session.model is None or not communicates(session.model):
+        return
+    idle = {"checkpoints": checkpoints is not None}
+    options = attributor.describe_options()
+    idle["refine"] = options.get("refine") is not None
+    idle["fisher='expected' and 'sampled'"] = options.get("fisher", "empirical") != "empirical"
+    idle["a query that brings its own loss"] = task is not None and isinstance(
+        task.query, SourceRows
+    )
+    for what, asked in idle.items():
+        if asked:
+            raise ValueError(
+                f"{what} must go with a model that every process holds whole, got one that FSDP "
+                "has cut into parts. Pass the plain model, or one in DDP."
+            )
+
+
+def call_of(session: Session, attributor: AbstractAttributor, task: Task) -> dict[str, Any]:
+    """Give what of a call must be the same on every rank, by the name of the argument."""
+    return {
+        "train": len(task.train),
+        "query": len(task.query),
+        "method": attributor.name,
+        "method_options": attributor.describe_options(),
+        "layers": [unit.name for unit in session.selection.units],
+        "batch_size": [task.batch_size, task.query_batch_size],
+        "granularity": task.per_token,
+    }
 
 
 def as_projection(projection: Projection | str | int | None, seed: int) -> Projection | None:

@@ -42,6 +42,7 @@ class StoredModel:
         coverage: Every layer with its status.
         facts: What the train store was captured with.
         output_layers: Layers that are the output embedding.
+        without_kronecker: Layers without Kronecker structure, whatever form they are stored in.
         preconditioned: What a curvature made of the queries, or None where they are plain.
         covered: Sides of the covariances, output and input, that were accumulated over every row
             that is read, by layer.
@@ -52,6 +53,7 @@ class StoredModel:
     coverage: Coverage
     facts: StoreFacts
     output_layers: frozenset[str] = field(default_factory=frozenset)
+    without_kronecker: frozenset[str] = field(default_factory=frozenset)
     preconditioned: Mapping[str, Any] | None = None
     covered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -173,13 +175,13 @@ def stored_model(
         )
     coverage = _coverage(train.facts, ours)
     dropped = dict.fromkeys(set(ours) - set(kept), "not among the chosen layers")
-    output = frozenset(_json(train.facts, "output_layers") or ())
     return StoredModel(
         kept,
         layers is not None,
         coverage.without_layers(dropped, "left out"),
         train.facts,
-        output,
+        frozenset(_json(train.facts, "output_layers") or ()),
+        frozenset(_json(train.facts, "without_kronecker") or ()),
         None if query is None else preconditioned_by(query),
     )
 

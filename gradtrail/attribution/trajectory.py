@@ -16,7 +16,7 @@ Suffixes: m mask, b example of a step, q query, n training row, r row of either,
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -82,14 +82,19 @@ class AbstractLayerStep(abc.ABC):
             The perturbation after it.
         """
 
+    @property
     @abc.abstractmethod
-    def pull(self, state: State, covector: Tensor) -> State:
+    def multiple(self) -> float | None:
+        """Where ``pull`` leaves its covector alone: that is so much times the parameters' state."""
+
+    @abc.abstractmethod
+    def pull(self, state: State, covector: Tensor | None) -> State:
         """Apply the transpose of ``push``.
 
         Args:
             state: Derivatives with respect to the state after the step, which may be overwritten.
-            covector: Where derivatives with respect to the step's gradient are written. Shape
-                ``[m, r, d]``.
+            covector: Where derivatives with respect to the step's gradient are written, ``[m, r,
+                d]``; None where ``multiple`` says what they are.
 
         Returns:
             Derivatives with respect to the state before the step, its gradient held constant.
@@ -218,19 +223,23 @@ def pull_back(
     scores_nq = first.new_zeros(num_rows, first.shape[1])
     states: dict[str, State] = {}
     # written anew in every step: large tensors cost more to allocate than to fill
-    covectors = {name: torch.empty_like(values) for name, values in queries.items()}
+    covectors: dict[str, Tensor] = {}
     for step in steps:
+        factors = {name: layer.multiple for name, layer in step.maps.items()}
         for name, layer in step.maps.items():
             state = states.get(name)
             if state is None:
                 state = layer.start(-queries[name])
-            states[name] = layer.pull(state, covectors[name])
-        products = _products(step, covectors)
+            if factors[name] is None and name not in covectors:
+                covectors[name] = torch.empty_like(state[0])
+            states[name] = layer.pull(state, covectors.get(name))
+        vectors = _Scaled({**covectors, **_parameters(states, factors)}, factors)
+        products = vectors.products(step)
         for block, shares in zip(step.blocks, products, strict=True):
             if block.row is not None and shares:
                 values_bq = sum(shares.values()).mean(0) * block.weights_b.unsqueeze(1)
                 scores_nq[block.row : block.row + block.num_examples] = values_bq
-        curvature(step, covectors, products, {name: state[0] for name, state in states.items()})
+        curvature(step, vectors, products, {name: state[0] for name, state in states.items()})
         del step, products  # before the next is read
     return scores_nq
 
@@ -251,9 +260,9 @@ def push_forward(
     """
     states: dict[str, State] = {}
     for step in steps:
-        thetas = {name: state[0] for name, state in states.items()}
+        thetas = _Scaled({name: state[0] for name, state in states.items()}, {})
         changes = {name: torch.zeros_like(theta) for name, theta in thetas.items()}
-        curvature(step, thetas, _products(step, thetas), changes)
+        curvature(step, thetas, thetas.products(step), changes)
         for name, layer in step.maps.items():
             shares = _shares(step, name, layer)
             new = layer.start(torch.zeros_like(shares))
@@ -266,16 +275,42 @@ def push_forward(
     return {name: state[0] for name, state in states.items()}
 
 
-def _products(step: TrajectoryStep, vectors: Vectors) -> list[dict[str, Tensor]]:
-    """Products of every example's gradient with vectors, block by block and by layer."""
-    return [
-        {
-            name: block.layers[name] @ values.transpose(1, 2)
-            for name, values in vectors.items()
-            if name in block.layers
-        }
-        for block in step.blocks
-    ]
+class _Scaled(Mapping[str, Tensor]):
+    """Vectors that are multiples of others, multiplied when one is asked for."""
+
+    def __init__(self, values: Vectors, factors: Mapping[str, float | None]) -> None:
+        """Keep both; a factor that is None or not there is 1."""
+        self._values = values
+        self._factors = {name: factor for name, factor in factors.items() if factor is not None}
+
+    def products(self, step: TrajectoryStep) -> list[dict[str, Tensor]]:
+        """Products of every example's gradient with the vectors, by block and layer."""
+        found = []
+        for block in step.blocks:
+            shares = {}
+            for name, values in self._values.items():
+                if name in block.layers:
+                    shares[name] = block.layers[name] @ values.transpose(1, 2)
+                    shares[name] *= self._factors.get(name, 1.0)
+            found.append(shares)
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Give a vector. Shape ``[m, r, d]``."""
+        return self._values[name] * self._factors.get(name, 1.0)
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the layers."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self._values)
+
+
+def _parameters(states: Mapping[str, State], factors: Mapping[str, float | None]) -> Vectors:
+    """The parameters' states of the layers that have a factor."""
+    return {name: states[name][0] for name, factor in factors.items() if factor is not None}
 
 
 def _shares(step: TrajectoryStep, name: str, layer: AbstractLayerStep) -> Tensor:

@@ -199,6 +199,7 @@ def _facts(manager: HookManager, steps: RecordedSteps) -> dict[str, Any]:
         "source": "training",
         "every": str(steps.every),
         "output_layers": json.dumps(output_layers),
+        "without_kronecker": json.dumps(selection.without_kronecker),
         "coverage": json.dumps(selection.coverage.to_records()),
     }
     if manager.form.transform is not None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from gradtrail.distributed.exchange import checksum, connected, exchange, guarded
+from gradtrail.distributed.objects import gather_json
 from gradtrail.distributed.ranks import rank, wire_device, world_size
 
-__all__ = ["gather_rows", "merge_topk", "reduce_sum"]
+__all__ = ["broadcast_tensor", "gather_rows", "merge_topk", "reduce_named", "reduce_sum"]
 
 _WIDE = (torch.float32, torch.float64, torch.int64)
 _AT_ONCE = 256 << 20  # bytes of one message
@@ -41,6 +43,48 @@ def reduce_sum(tensors: Sequence[Tensor], what: str = "sums") -> None:
     exchange(f"shapes of {what}: {_layout(tensors)}")
     for tensor in tensors:
         _in_place(tensor.detach(), dist.all_reduce)
+
+
+def reduce_named(
+    tensors: Mapping[str, Tensor], device: torch.device, what: str = "sums"
+) -> dict[str, Tensor]:
+    """Add up over all ranks what some of them may not have, by name.
+
+    Args:
+        tensors: This rank's sums, changed in place; a name that another rank lacks is zero there.
+        device: Where sums are made that this rank lacks.
+        what: What they are, for messages.
+
+    Returns:
+        The sums, in an order that is the same on every rank: rank 0's names first.
+    """
+    if world_size() == 1:
+        return dict(tensors)
+    own = {
+        name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        for name, tensor in tensors.items()
+    }
+    layouts: dict[str, Any] = {}
+    for found in gather_json(own):
+        layouts |= {name: layout for name, layout in found.items() if name not in layouts}
+    sums = {}
+    for name, (shape, dtype) in layouts.items():
+        mine = tensors.get(name)
+        kind = getattr(torch, dtype)
+        sums[name] = torch.zeros(shape, dtype=kind, device=device) if mine is None else mine
+    reduce_sum(list(sums.values()), what)
+    return sums
+
+
+def broadcast_tensor(tensor: Tensor, source: int) -> None:
+    """Give one rank's tensor to every rank, in place.
+
+    Args:
+        tensor: The tensor, or room for it: of the same shape and dtype on every rank.
+        source: The rank whose tensor counts.
+    """
+    if world_size() > 1:
+        _in_place(tensor.detach(), partial(dist.broadcast, src=source))
 
 
 def gather_rows(

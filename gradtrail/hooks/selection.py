@@ -80,6 +80,15 @@ class Selection:
     coverage: Coverage
     explicit: bool
 
+    @property
+    def without_kronecker(self) -> tuple[str, ...]:
+        """Layers without Kronecker structure, also where their projected gradients are factors."""
+        return tuple(
+            unit.name
+            for unit in self.units
+            if any(owner.rule.kronecker_sides(owner.module) is None for owner in unit.owners)
+        )
+
 
 @dataclass(eq=False)
 class _Use:

@@ -19,6 +19,7 @@ from gradtrail.kronecker.curvature import (
 from gradtrail.kronecker.damping import Damping
 from gradtrail.kronecker.fit import KroneckerFit, LayerRecord, Tensors
 from gradtrail.kronecker.fit_file import FIT_FILE, load_fit, save_fit, signature
+from gradtrail.kronecker.joined import joined_covariances
 from gradtrail.kronecker.matrices import Scratch, to_matrices
 from gradtrail.kronecker.moments import CorrectedMoments, DenseMoments, DiagonalMoments
 from gradtrail.kronecker.report import FitReport, LayerReport
@@ -46,6 +47,7 @@ __all__ = [
     "Tensors",
     "covariance_state",
     "covariances_from",
+    "joined_covariances",
     "load_fit",
     "restored_accumulator",
     "save_fit",

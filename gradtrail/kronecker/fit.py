@@ -13,6 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from gradtrail.distributed import broadcast_tensor, cost_shards, guarded, rank, world_size
 from gradtrail.errors import GradTrailWarning
 from gradtrail.kronecker.covariance import KroneckerFactors
 from gradtrail.kronecker.curvature import (
@@ -32,6 +33,7 @@ __all__ = ["KroneckerFit", "LayerRecord", "Tensors"]
 Kind: TypeAlias = Literal["kfac", "ekfac", "dense", "diagonal"]
 
 _SHOWN = 5
+_WHAT = {"activation": "covariance A", "gradient": "covariance S"}
 
 
 class Tensors(Protocol):
@@ -134,12 +136,16 @@ class KroneckerFit:
             self.tensors.put(keys["gradient_cov"], factors.gradient_cov_goo)
             self.records[name] = LayerRecord("kfac", keys, factors.num_positions)
 
-    def add_bases(self, found: dict[str, KroneckerFactors], *, progress: bool) -> None:
+    def add_bases(
+        self, found: dict[str, KroneckerFactors], *, progress: bool, spread: bool = False
+    ) -> None:
         """Decompose covariances, the largest first, and let go of each once it is done.
 
         Args:
             found: By layer; emptied.
             progress: Whether a bar is shown.
+            spread: Whether each rank decomposes some of them, which are the same on every rank,
+                and gives them to the others.
         """
         jobs: list[tuple[str, str, Tensor]] = []
         for name in list(found):
@@ -153,12 +159,39 @@ class KroneckerFit:
             }
             self.records[name] = LayerRecord("ekfac", keys, factors.num_positions)
         jobs.sort(key=lambda job: job[2].shape[-1])
+        if spread and world_size() > 1:
+            self._spread(jobs, progress=progress)
         with progress_bar("eigendecomposition", len(jobs), enabled=progress) as bar:
             while jobs:
                 name, side, cov_gkk = jobs.pop()
-                what = f"covariance {'A' if side == 'activation' else 'S'}"
-                self.tensors.put(f"{name}:{side}_basis", decompose(cov_gkk, name, what)[1])
+                self.tensors.put(f"{name}:{side}_basis", decompose(cov_gkk, name, _WHAT[side])[1])
                 bar.update(1)
+
+    def _spread(self, jobs: list[tuple[str, str, Tensor]], *, progress: bool) -> None:
+        """Decompose this rank's covariances, then exchange the bases, one at a time.
+
+        Args:
+            jobs: Layer, side and covariance of each; emptied.
+            progress: Whether a bar is shown.
+        """
+        costs = [float(cov.shape[0] * cov.shape[-1] ** 3) for _, _, cov in jobs]
+        shares = cost_shards(costs, world_size())
+        owners = {number: place for place, share in enumerate(shares) for number in share}
+        own: dict[int, Tensor] = {}
+        mine = shares[rank()]
+        with (
+            guarded("eigendecomposition"),
+            progress_bar("eigendecomposition", len(mine), enabled=progress) as bar,
+        ):
+            for number in reversed(mine):
+                name, side, cov_gkk = jobs[number]
+                own[number] = decompose(cov_gkk, name, _WHAT[side])[1].contiguous()
+                bar.update(1)
+        for number in reversed(range(len(jobs))):
+            name, side, cov_gkk = jobs.pop()
+            basis = own.pop(number) if number in own else torch.empty_like(cov_gkk)
+            broadcast_tensor(basis, owners[number])
+            self.tensors.put(f"{name}:{side}_basis", basis)
 
     def bases(self, name: str) -> EKFACCurvature:
         """Bring one layer's eigenbases to the device, with eigenvalues that are still zero."""

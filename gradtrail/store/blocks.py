@@ -70,6 +70,8 @@ class LazyLayers(Mapping[str, LayerGradient]):
         self._log, self._entry, self._device = log, entry, device
         self._names = dict.fromkeys(names)
         self._index = None if taken is None else _index(taken)
+        self._memory: torch.UntypedStorage | None = None
+        self._is_mapped = False
         self._alive: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
 
     def __getitem__(self, name: str) -> LayerGradient:
@@ -89,7 +91,9 @@ class LazyLayers(Mapping[str, LayerGradient]):
     def _tensor(self, key: str) -> Tensor:
         tensor = self._alive.get(key)
         if tensor is None:
-            tensor = turned(key, self._log.tensor(self._entry, key))
+            if not self._is_mapped:
+                self._memory, self._is_mapped = self._log.memory(self._entry), True
+            tensor = turned(key, self._log.tensor(self._entry, key, self._memory))
             if self._index is not None:
                 tensor = tensor[self._index]
             if self._device is not None:

@@ -16,7 +16,7 @@ from gradtrail.store.held import Held, settled
 from gradtrail.store.layout import Layouts
 from gradtrail.store.manifest import Manifest
 from gradtrail.store.options import LogOptions
-from gradtrail.store.shards import Shard
+from gradtrail.store.shards import Shard, tensor_in
 
 __all__ = ["AbstractReadableLog"]
 
@@ -77,14 +77,33 @@ class AbstractReadableLog(AbstractSource):
         if self._closed:
             raise StoreError("The store must be open, got one that was closed. Open it again.")
 
-    def tensor(self, entry: Entry, key: str) -> Tensor:
-        """Give one tensor of a record, on the CPU: the held one, or a mapping of its file."""
+    def memory(self, entry: Entry) -> torch.UntypedStorage | None:
+        """Map a record as a whole, or None where its tensors come one by one."""
+        self.check_open()
+        if entry.held or entry.shard is None or self.options.residency == "tiered":
+            return None
+        entry.shard.check()
+        return entry.shard.memory(entry.start, entry.layout)
+
+    def tensor(self, entry: Entry, key: str, memory: torch.UntypedStorage | None = None) -> Tensor:
+        """Give one tensor of a record, on the CPU: the held one, or a mapping of its file.
+
+        Args:
+            entry: The record.
+            key: The tensor's name in it.
+            memory: What ``memory`` gave for the record.
+
+        Returns:
+            The tensor.
+        """
         self.check_open()
         held = entry.held.get(key)
         if held is not None:
             return held.checked(key, "store")
-        entry.shard.check()
         spec = entry.layout.tensors[key]
+        if memory is not None:
+            return tensor_in(memory, entry.layout, spec)
+        entry.shard.check()
         tensor = entry.shard.tensor(entry.start, spec)
         if self.options.residency != "tiered" or spec.num_bytes + self.held_bytes > self._budget:
             return tensor

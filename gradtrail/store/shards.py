@@ -11,7 +11,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from io import FileIO
 from pathlib import Path
 
@@ -30,12 +30,14 @@ from gradtrail.files import (
     write_summed,
 )
 from gradtrail.store.layout import Layout, TensorSpec
+from gradtrail.store.pages import bring_in
 
-__all__ = ["Shard", "ShardWriter"]
+__all__ = ["Shard", "ShardWriter", "tensor_in"]
 
 _METADATA = {"format": "pt", "gradtrail": "shard-1"}
 _CHUNK = 1 << 20
 _MAPPED = 1 << 16  # smaller tensors are read: a mapping costs more, and their number is limited
+_AT_ONCE = 16 << 20  # records of fewer bytes are mapped whole: one mapping for all their tensors
 _PAGE = 4096
 
 
@@ -128,6 +130,25 @@ class Shard:
             place = self.data_start + start
             advise(file.fileno(), place, layout.num_bytes, os.POSIX_FADV_WILLNEED)
 
+    def memory(self, start: int, layout: Layout) -> torch.UntypedStorage | None:
+        """Map the file up to a small record's end, once for all its tensors.
+
+        Args:
+            start: Where the record begins, from the first.
+            layout: What it holds.
+
+        Returns:
+            The mapping, the record at its end; None for one whose tensors are mapped one by one,
+            so that no more of it is in memory than is in use.
+        """
+        if not 0 < layout.num_bytes <= _AT_ONCE:
+            return None
+        with self._lock:
+            begin = self.data_start + start
+            storage = self._mapped(begin + layout.num_bytes)
+        bring_in(storage, begin)
+        return storage
+
     def tensor(self, start: int, spec: TensorSpec) -> Tensor:
         """Give one tensor of a record: a private mapping of the file, or a copy of a small one.
 
@@ -146,17 +167,22 @@ class Shard:
         """
         with self._lock:
             offset = self.data_start + start + spec.start
+            if spec.num_bytes >= _MAPPED:
+                storage = self._mapped(offset + spec.num_bytes)
+                return _view(storage, offset, spec)
             try:
-                if spec.num_bytes < _MAPPED:
-                    return _read(self.path, offset, spec)
-                stop = offset + spec.num_bytes
-                storage = torch.UntypedStorage.from_file(str(self.path), False, stop)  # noqa: FBT003  # takes no keywords
-            except (OSError, RuntimeError, EOFError) as error:
+                return _read(self.path, offset, spec)
+            except (OSError, EOFError) as error:
                 self.check_size()
                 raise StoreError(f"{_damaged(self)}, got {error}.") from error
-        with torch.inference_mode(mode=False):
-            empty = torch.empty(0, dtype=spec.dtype)
-            return empty.set_(storage, offset // spec.dtype.itemsize, spec.shape)
+
+    def _mapped(self, stop: int) -> torch.UntypedStorage:
+        """Map the file's first bytes, which keeps no file open."""
+        try:
+            return torch.UntypedStorage.from_file(str(self.path), False, stop)  # noqa: FBT003  # takes no keywords
+        except (OSError, RuntimeError) as error:
+            self.check_size()
+            raise StoreError(f"{_damaged(self)}, got {error}.") from error
 
     def rename(self, move: Callable[[], tuple[Path, int, FileSum | None]]) -> None:
         """Rename the file while nobody reads it, and note what ``move`` returns."""
@@ -314,6 +340,28 @@ def _entries(number: int, layout: Layout, start: int) -> dict[str, dict[str, obj
 def _entry_bytes(layout: Layout) -> int:
     """About what a record takes in the header: its first entry, with longer numbers."""
     return len(encode_header(_entries(0, layout, 1 << 24), {})) + 8 * len(layout.tensors)
+
+
+def tensor_in(memory: torch.UntypedStorage, layout: Layout, spec: TensorSpec) -> Tensor:
+    """Give one tensor of a record that is mapped as a whole.
+
+    Args:
+        memory: The mapping, which stays while the tensor does.
+        layout: What the record holds.
+        spec: Which tensor.
+
+    Returns:
+        The tensor.
+    """
+    return _view(memory, memory.nbytes() - layout.num_bytes + spec.start, spec)
+
+
+def _view(storage: torch.UntypedStorage, offset: int, spec: TensorSpec) -> Tensor:
+    """A tensor in a mapping."""
+    plain = torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
+    with plain:
+        empty = torch.empty(0, dtype=spec.dtype)
+        return empty.set_(storage, offset // spec.dtype.itemsize, spec.shape)
 
 
 def _read(path: Path, offset: int, spec: TensorSpec) -> Tensor:

@@ -1,0 +1,66 @@
+"""Covariances of many processes, added up before they are divided by anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gradtrail.distributed import gather_json, reduce_named
+from gradtrail.kronecker.covariance_sums import KroneckerFactors, LayerSums
+from gradtrail.kronecker.symmetric import mirror
+
+__all__ = ["joined_covariances"]
+
+
+def joined_covariances(
+    sums: Mapping[str, LayerSums], num_examples: int, device: torch.device
+) -> dict[str, KroneckerFactors]:
+    """Add up what every rank has accumulated and divide it.
+
+    Layers share an input where they do on every rank that saw them.
+
+    Args:
+        sums: This rank's sums by layer, in float32 or wider; changed in place.
+        num_examples: Number of examples of all ranks.
+        device: Where sums are made of layers that this rank did not see.
+
+    Returns:
+        By layer, in an order that is the same on every rank.
+    """
+    seen = gather_json({name: one.input_of for name, one in sums.items()})
+    names = list(dict.fromkeys(name for one in seen for name in one))
+    inputs = {name: tuple(one.get(name) for one in seen) for name in names}
+    first: dict[tuple[str | None, ...], str] = {}
+    for name in names:
+        first.setdefault(inputs[name], name)
+    owners = {name: first[inputs[name]] for name in names}
+    total = reduce_named(_named(sums, owners), device, "covariances")
+    done: dict[str, tuple[Tensor, int]] = {}
+    found: dict[str, KroneckerFactors] = {}
+    for name in names:
+        owner = owners[name]
+        if owner not in done:
+            count = int(total[f"{owner}:count"])
+            done[owner] = mirror(total[f"{owner}:activation"]).div_(max(1, count)), count
+        cov_gii, count = done[owner]
+        cov_goo = mirror(total[f"{name}:gradient"]).div_(max(1, num_examples))
+        found[name] = KroneckerFactors(cov_gii, cov_goo, num_examples, count, owner)
+    return found
+
+
+def _named(sums: Mapping[str, LayerSums], owners: Mapping[str, str]) -> dict[str, Tensor]:
+    """Give each sum a name; one that layers of two owners hold is copied for the second."""
+    tensors: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, one in sums.items():
+        tensors[f"{name}:gradient"] = one.gradient_goo
+        key = f"{owners[name]}:activation"
+        if key in tensors:
+            continue
+        again = id(one.activation_gii) in taken
+        taken.add(id(one.activation_gii))
+        tensors[key] = one.activation_gii.clone() if again else one.activation_gii
+        tensors[f"{owners[name]}:count"] = one.count.clone() if again else one.count
+    return tensors
