@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ import torch
 import workloads
 
 # contestant: options of GradTrailCallback; None is the Trainer alone
+# contestants that write what they capture into a store
+STORED = ("stored-16", "stored-64")
 CONTESTANTS: dict[str, dict[str, Any] | None] = {
     "bare": None,
     "projected-16": {"dim": 16},
     "projected-32": {"dim": 32},
     "projected-64": {"dim": 64},
     "factors": {},
+    "stored-16": {"dim": 16},
+    "stored-64": {"dim": 64},
 }
 
 
@@ -47,22 +52,26 @@ def run(contestant: str, model_name: str, tokens: int, steps: int) -> dict[str, 
     from transformers import Trainer, TrainingArguments
 
     from gradtrail import Projection
-    from gradtrail.callbacks import GradTrailCallback
+    from gradtrail.callbacks import GradTrailCallback, OffloadCallback
+    from gradtrail.store import GradientStore
 
     model = workloads.build(workloads.Workload(model_name))
     options, blocks = CONTESTANTS[contestant], []
     callbacks = []
-    if options is not None:
-        projection = Projection(**options) if options else None
-        callbacks = [
-            GradTrailCallback(
-                [lambda block: blocks.append(len(block.ids))],
-                layers=workloads.block_linears(model, model_name),
-                projection=projection,
-                capture="materialized" if options else "factored",
-            )
-        ]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if options is not None:
+            sinks: list[Any] = [lambda block: blocks.append(len(block.ids))]
+            if contestant in STORED:
+                store = stack.enter_context(GradientStore(Path(folder) / "store"))
+                sinks.append(OffloadCallback(store))
+            callbacks = [
+                GradTrailCallback(
+                    sinks,
+                    layers=workloads.block_linears(model, model_name),
+                    projection=Projection(**options) if options else None,
+                    capture="materialized" if options else "factored",
+                )
+            ]
         arguments = TrainingArguments(
             folder,
             max_steps=steps,
@@ -77,6 +86,7 @@ def run(contestant: str, model_name: str, tokens: int, steps: int) -> dict[str, 
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
         cpu, wall = time.process_time(), time.perf_counter()
         trainer.train()
+        stack.close()  # what waits is written within the time that counts
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     return {"cpu": cpu, "wall": wall, "blocks": len(blocks)}
 

@@ -44,7 +44,7 @@ from gradtrail.hooks import OptimizerSnapshot
 
 FACTS_FILE = Path(__file__).parent / "data" / "facts.jsonl"
 PICKED = 0.05
-QUERIES, HELD_OUT = 16, 48
+QUERIES, HELD_OUT = 24, 48
 PRETRAINING, DIM, SCORED = 100, 64, 64
 HOURS = ["twelve", "one", "two", "three", "four", "five", "six"]
 HOURS += ["seven", "eight", "nine", "ten", "eleven"]
@@ -228,11 +228,11 @@ def small_learner(texts: Texts, seed: int) -> Learner:
         encode=lambda text: list(text.encode("ascii")),
         each=80,
         epochs=3,
-        batch=8,
+        batch=4,
         learning_rate=1e-3,
     )
     rows = learner.rows(texts.mix(PRETRAINING), whole=True)
-    train(replace(learner, epochs=2, learning_rate=3e-3), rows, seed)
+    train(replace(learner, epochs=2, batch=8, learning_rate=3e-3), rows, seed)
     return learner
 
 

@@ -10,6 +10,7 @@ from gradtrail.attribution import (
     KFACAttributor,
     Plan,
     attribute,
+    attribute_by_replay,
     attribute_from_cache,
     cache,
     cache_preconditioned_query,
@@ -29,7 +30,7 @@ from gradtrail.errors import (
     UnsupportedLayerError,
 )
 from gradtrail.factors import Projection
-from gradtrail.hooks import Coverage, HookManager, example_id
+from gradtrail.hooks import Coverage, HookManager, OptimizerSnapshot, example_id
 from gradtrail.store import GradientStore, StepStore
 
 __version__ = "0.1.0"
@@ -51,12 +52,14 @@ __all__ = [
     "InnerProductAttributor",
     "KFACAttributor",
     "MergedSteps",
+    "OptimizerSnapshot",
     "Plan",
     "Projection",
     "StepStore",
     "StoreError",
     "UnsupportedLayerError",
     "attribute",
+    "attribute_by_replay",
     "attribute_from_cache",
     "cache",
     "cache_preconditioned_query",

@@ -56,6 +56,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "gradtrail.interchange.projection.ProjectionQuery.__init__": "direction, basis and labels of "
     "its issue beside model, inputs and forward",
     "gradtrail.interchange.query.InterchangeQuery.__init__": "spelled out by its issue",
+    "gradtrail.attribution.trajectory_replay.attribute_by_replay": "the one-call entry point",
 }
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

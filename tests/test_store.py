@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,55 @@ def test_a_layer_of_its_own_round_trips(residency, kind, tmp_path):
         same_content(store, blocks)
         for stored in store.blocks(layers=["layer"], prefetch=False):
             same_layer(stored.block.layers["layer"], blocks[stored.block.step].layers["layer"])
+
+
+def mapped_block(step):
+    """A block with tensors that are mapped, one of them shared, and one that is read."""
+    inputs = values(2, 64, 256, seed=step)
+    layers = {
+        "q": LinearFactors(inputs, values(2, 64, 200, seed=step + 1)),
+        "k": LinearFactors(inputs, values(2, 64, 150, seed=step + 2), True),
+        "dense": DenseGradient(values(2, 20_000, seed=step + 3), (100, 200)),
+        "norm": gradient("scale", seed=step),
+    }
+    return GradientBlock(step, (2 * step, 2 * step + 1), layers)
+
+
+LARGE = {"b": 40, "s": 300}  # so large that tensors are mapped, not read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_large_layers_round_trip_and_can_be_cut(residency, kind, tmp_path):
+    wide = {"dense": 4000}.get(kind.split()[0])
+    blocks = []
+    for step in range(3):
+        layer = gradient(kind, **LARGE, seed=step)
+        if wide is not None:
+            layer = DenseGradient(
+                values(40, wide + 2 * ("bias" in kind), seed=step), (2, wide // 2), "bias" in kind
+            )
+        blocks.append(one_layer(step, layer, ids=tuple(range(40 * step, 40 * step + 40))))
+    with open_store(
+        tmp_path / "a", residency, budget=300_000 if residency == "tiered" else None
+    ) as store:
+        store.define(**FACTS)
+        for block in blocks:
+            store.append(block)
+        check_large(store, blocks)
+    if residency != "memory":
+        with GradientStore(tmp_path / "a", mode="read") as store:
+            check_large(store, blocks)
+
+
+def check_large(store, blocks):
+    same_content(store, blocks)
+    same_content(store, blocks)
+    for rows in ([45], [41, 42, 43], [40, 79], list(range(40, 80))):
+        (stored,) = store.blocks(rows=rows)
+        inside = [row - 40 for row in rows]
+        same_layer(stored.block.layers["layer"], cut(blocks[1].layers["layer"], inside))
+        same_layer(store.get(rows).layers["layer"], cut(blocks[1].layers["layer"], inside))
 
 
 LAYOUTS = {
@@ -1391,23 +1441,30 @@ def test_an_iteration_that_is_left_ends_its_thread(tmp_path):
 
 def test_a_block_outlives_the_store(tmp_path):
     write_store(tmp_path / "a", [small_block(0)])
+    write_store(tmp_path / "b", [mapped_block(0)])
     with GradientStore(tmp_path / "a", mode="read") as store:
         (stored,) = store.blocks()
         layer = stored.block.layers["first"]
         got = store.get([0, 1])
+    with GradientStore(tmp_path / "b", mode="read") as store:
+        (stored,) = store.blocks()
+        large = stored.block.layers["q"]
+    shutil.rmtree(tmp_path / "b")
     same_layer(layer, small_block(0).layers["first"])
     same_block(got, small_block(0))
+    same_layer(large, mapped_block(0).layers["q"])
 
 
-def test_what_is_read_cannot_change_the_file(tmp_path):
-    folder = write_store(tmp_path / "a", [small_block(0)])
+@pytest.mark.parametrize("make", [small_block, mapped_block], ids=["small", "mapped"])
+def test_what_is_read_cannot_change_the_file(make, tmp_path):
+    folder = write_store(tmp_path / "a", [make(0)])
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with GradientStore(folder, mode="read") as store:
         (stored,) = store.blocks()
         for tensor in tensors_of(stored.block):
             tensor.zero_()
         del tensor, stored
-        same_content(store, [small_block(0)])
+        same_content(store, [make(0)])
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -1642,10 +1699,11 @@ def probe(block):
     ]
 
 
+@pytest.mark.parametrize("make", [block_of_all, mapped_block], ids=["small", "mapped"])
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("rows", [None, [0, 3, 4, 6, 9, 12]], ids=["whole", "cut"])
-def test_nothing_of_a_block_is_alive_when_the_next_is_asked_for(prefetch, rows, tmp_path):
-    write_store(tmp_path / "a", [block_of_all(step) for step in range(8)], shard_bytes=9000)
+def test_nothing_of_a_block_is_alive_when_the_next_is_asked_for(prefetch, rows, make, tmp_path):
+    write_store(tmp_path / "a", [make(step) for step in range(8)], shard_bytes=9000)
     gc.collect()
     gc.disable()
     try:
@@ -1659,7 +1717,7 @@ def test_nothing_of_a_block_is_alive_when_the_next_is_asked_for(prefetch, rows, 
                 count += 1
                 refs = probe(stored.block)
                 del stored
-                assert len(refs) > 30
+                assert len(refs) > 7
                 assert [ref() for ref in refs if ref() is not None] == []
             assert count > 4
     finally:
@@ -1673,18 +1731,18 @@ def mapped(folder):
 
 
 def test_every_mapping_is_let_go(tmp_path):
-    folder = write_store(tmp_path / "a", [block_of_all(step) for step in range(6)], shard_bytes=1)
+    folder = write_store(tmp_path / "a", [mapped_block(step) for step in range(6)], shard_bytes=1)
     gc.disable()
     try:
         with GradientStore(folder, mode="read") as store:
             for stored in store.blocks(prefetch=False):
                 tensors = tensors_of(stored.block)
-                assert len(mapped(folder)) <= 1
+                assert len(mapped(folder)) == 1
                 del stored, tensors
-            assert mapped(folder) == []
+                assert mapped(folder) == []
             for stored in store.blocks():
                 tensors = tensors_of(stored.block)
-                assert len(mapped(folder)) <= 3
+                assert 1 <= len(mapped(folder)) <= 2
                 del stored, tensors
             store.verify()
             store.get([0, 5])

@@ -107,6 +107,7 @@ def check_touch(folder, shard, number):
         "blocks": lambda store: [
             tensors_of(stored.block) for stored in store.blocks(rows=[2 * number])
         ],
+        "a block alone": lambda store: next(store.blocks(rows=[2 * number], prefetch=False)),
         "without a thread": lambda store: tensors_of(
             next(store.blocks(rows=[2 * number], prefetch=False)).block
         ),
@@ -271,7 +272,9 @@ def test_a_torn_last_line_is_no_error_and_is_left_alone_by_a_reader(folder):
 
 
 @pytest.mark.parametrize(
-    "torn", [b"\0" * 40, b"\xff\xfe", b"{", b'{"shard"', b"null", b"[]"], ids=range(6)
+    "torn",
+    [b"\0" * 40, b"\xff\xfe", b"{", b'{"shard"', b"null", b"[]", b'{"shard":"' + b"x" * 5000],
+    ids=range(7),
 )
 def test_a_torn_last_line_of_anything_is_cut_off(torn, folder):
     whole = journal(folder).read_bytes()
@@ -282,6 +285,7 @@ def test_a_torn_last_line_of_anything_is_cut_off(torn, folder):
         store.define(**FACTS)
         store.append(small_block(5))
     assert journal(folder).read_bytes().startswith(whole)
+    assert journal(folder).read_bytes().endswith(b"}\n")
     assert len(journal_lines(folder)) == 7
     with GradientStore(folder, mode="read") as store:
         same_content(store, [*BLOCKS, small_block(5)])
@@ -803,6 +807,7 @@ def test_a_journal_that_cannot_grow_keeps_what_it_had(tmp_path):
         assert size > 2 * biggest
         with largest_file(size + 20), pytest.raises(OSError, match="kept|still there"):
             put_blocks(store, [small_block(30)], background=False)
+        assert journal(folder).stat().st_size == size  # no part of a line is left
         attempt(put_blocks, store, [small_block(31)], False, refused=(OSError, RuntimeError))
     with GradientStore(folder, mode="read") as store:
         store.verify()

@@ -274,3 +274,32 @@ def test_model_is_left_as_it_was():
     before = copy.deepcopy(model.state_dict())
     gradtrail.attribute(model, train, train, method="trak", projection=8, progress=False)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["dense", "factored", "mask"])
+def test_stored_features_give_the_same_scores(tmp_path, kind):
+    """From stores of projected gradients, whatever their blocks are joined to."""
+    model, train, query = network(), pairs(11), pairs(4, seed=1)
+    options = {"projection": PROJECTIONS[kind], "progress": False}
+    expected = gradtrail.attribute(model, train, query, method="trak", damping=0.3, **options)
+    stored = gradtrail.cache(model, train, query, cache_dir=tmp_path, batch_size=3, **options)
+    for batch_size in (None, 7):
+        got = gradtrail.attribute_from_cache(
+            stored.train, stored.query, method="trak", damping=0.3, batch_size=batch_size,
+            progress=False,
+        )  # fmt: skip
+        torch.testing.assert_close(got.values, expected.values, rtol=1e-5, atol=1e-7)
+    top = gradtrail.attribute_from_cache(
+        stored.train, stored.query, method="trak", damping=0.3, top_k=2, progress=False
+    )
+    assert torch.equal(top.indices, expected.topk(2).indices)
+
+
+def test_gradient_cache_of_a_live_run():
+    model, train, query = network(), pairs(11), pairs(4, seed=1)
+    options = {"method": "trak", "projection": PROJECTIONS["dense"], "progress": False}
+    expected = gradtrail.attribute(model, train, query, **options).values
+    got = gradtrail.attribute(
+        model, train, query, gradient_cache_residency="memory", **options
+    ).values
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)

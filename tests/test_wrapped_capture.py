@@ -39,7 +39,7 @@ def test_own_gradients(workers, how, per_block, way):
 
 
 @wrapped_once
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_language_models(workers, name, how, per_block):
     workers.run("capture", name=name, how=how, per_block=per_block)
 
@@ -60,7 +60,8 @@ def test_language_models_that_checkpoint(workers, name, how, per_block, way):
     workers.run("capture", name=name, how=how, per_block=per_block, way=way)
 
 
-@wrapped_once
+@pytest.mark.slow
+@wrapped
 def test_described_reduction(workers, how, per_block):
     """What averages over ranks is none of an example's own, whatever the loop says of its loss."""
     workers.run("capture", name="llama", how=how, per_block=per_block, reduction="token_mean")
@@ -77,7 +78,7 @@ def test_single_modules_as_units(workers, name):
 
 
 @wrapped_once
-@pytest.mark.parametrize("name", ["tied", "llama"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("llama", marks=pytest.mark.slow)])
 def test_live_pass(workers, name, how, per_block):
     workers.run("live", name=name, how=how, per_block=per_block)
 

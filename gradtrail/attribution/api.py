@@ -27,7 +27,6 @@ from gradtrail.attribution.method import AbstractAttributor, Task, make_method
 from gradtrail.attribution.query_source import as_queries, head_of, query_loss_of
 from gradtrail.attribution.scores import AttributionScores
 from gradtrail.attribution.session import Session
-from gradtrail.attribution.shares import Gather, in_step, inner_model, joined_scores
 from gradtrail.attribution.setup import (
     as_projection,
     call_of,
@@ -37,6 +36,7 @@ from gradtrail.attribution.setup import (
     padding_id,
     recorded_options,
 )
+from gradtrail.attribution.shares import Gather, in_step, inner_model, joined_scores
 from gradtrail.distributed import is_main
 from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, LayerChoice, select_layers

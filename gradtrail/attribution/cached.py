@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,11 @@ from gradtrail.attribution.cached_pass import StoreCache
 from gradtrail.attribution.data import Collate, Rows, as_rows
 from gradtrail.attribution.losses import Loss, LossReduction, resolve_loss
 from gradtrail.attribution.method import AbstractAttributor, make_method
-from gradtrail.attribution.query_source import as_queries, query_loss_of
+from gradtrail.attribution.query_source import SourceRows, as_queries, query_loss_of
 from gradtrail.attribution.session import Session
 from gradtrail.attribution.setup import as_projection, make_session, padding_id
+from gradtrail.attribution.shares import in_step, inner_model
+from gradtrail.distributed import barrier, world_size
 from gradtrail.factors import Projection
 from gradtrail.hooks import LayerChoice, select_layers
 from gradtrail.options import check_choice, check_positive
@@ -112,6 +114,7 @@ def cache(  # noqa: PLR0913  # the one-call entry point
     name, attributor, _ = make_method(method, method_options)
     check_choice("capture", capture, ("factored", "materialized", "auto"))
     check_positive("batch_size", batch_size)
+    model = inner_model(model)
     pad, options = padding_id(model), {"capture": capture, "dtype": stored_dtype("dtype", dtype)}
     trained = resolve_loss(loss, loss_reduction)
     sides = {"train": _Side(as_rows(train, "train", collate_fn, pad), trained, batch_size)}
@@ -126,14 +129,17 @@ def cache(  # noqa: PLR0913  # the one-call entry point
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=progress)
+    _refuse_source(sides)
     places = {side: Path(cache_dir) / side for side in sides}
     watch = _watch(covariances, name, attributor, session)
-    with ExitStack() as stack:
+    call: dict[str, Any] = {side: len(data.rows) for side, data in sides.items()}
+    call |= {"method": name, "capture": capture}
+    with in_step("cache", model, call), ExitStack() as stack:
         caches = {
             side: stack.enter_context(
                 opened_store(
                     session,
-                    (data.rows, data.loss),
+                    (data.rows.share(), data.loss),
                     data.batch_size,
                     CacheOptions(residency="disk", folder=places[side], **options),
                     covariances=side == "train" and watch is not None,
@@ -142,6 +148,7 @@ def cache(  # noqa: PLR0913  # the one-call entry point
             for side, data in sides.items()
         }
         _fill(session, sides, caches, watch)
+    barrier("stored gradients")
     found = {side: GradientStore(place, mode="read") for side, place in places.items()}
     return CachedGradients(found["train"], found.get("query"))
 
@@ -152,6 +159,15 @@ class _Side(NamedTuple):
     rows: Rows
     loss: Loss
     batch_size: int
+
+
+def _refuse_source(sides: Mapping[str, _Side]) -> None:
+    """Refuse queries that cannot be shared between processes."""
+    if world_size() > 1 and any(isinstance(data.rows, SourceRows) for data in sides.values()):
+        raise ValueError(
+            "query must be rows of a data set in many processes, got queries that bring their own "
+            "batches. Capture those in one process."
+        )
 
 
 def _watch(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
+from gradtrail.attribution.data import Rows
 from gradtrail.attribution.kronecker import KroneckerMethod
 from gradtrail.attribution.method import AbstractAttributor
-from gradtrail.attribution.pass_cache import Batch
+from gradtrail.attribution.pass_cache import Attached, Batch
 from gradtrail.attribution.session import Session
+from gradtrail.distributed import barrier, is_main
 from gradtrail.factors import LayerGradient
-from gradtrail.kronecker import CovarianceAccumulator
+from gradtrail.kronecker import CovarianceAccumulator, joined_sums
 from gradtrail.kronecker.covariance_file import COVARIANCES, covariance_state
 from gradtrail.store import GradientStore, records_digest
 
@@ -25,6 +29,7 @@ class CovarianceWatch:
             max_side: Longest side of a covariance that may be allocated.
         """
         self._layers = layers
+        self._max_side = max_side
         self._sums = CovarianceAccumulator(max_side=max_side)
 
     def add(self, place: Batch, name: str, gradient: LayerGradient) -> None:
@@ -44,16 +49,37 @@ class CovarianceWatch:
         del place
         self._sums.end_backward()
 
-    def attach_to(self, store: GradientStore, num_examples: int) -> None:
+    def attach_to(self, store: GradientStore, rows: Rows, device: torch.device) -> Attached:
         """Keep the sums beside the gradients they are of.
 
         Args:
-            store: The store, whole.
-            num_examples: Number of its examples.
+            store: The store, whole and flushed on every rank.
+            rows: The rows it is of, or this rank's share of them.
+            device: Where sums are made that this rank lacks.
+
+        Returns:
+            What was attached.
         """
-        covers = records_digest(store.records)
-        tensors, metadata = covariance_state(self._sums, num_examples, covers)
-        store.attach(COVARIANCES, tensors, metadata)
+        if rows.whole is not None:
+            joined = joined_sums(self._sums.sums(), device)
+            self._sums = CovarianceAccumulator(max_side=self._max_side)
+            self._sums.restore(joined)
+        is_common = rows.whole is not None and not store.is_temporary
+        covers = _covered(store, is_common=is_common)
+        tensors, metadata = covariance_state(self._sums, rows.total, covers)
+        if is_main() or not is_common:
+            store.attach(COVARIANCES, tensors, metadata)
+        if is_common:
+            barrier("attached covariances")
+        return tensors, metadata
+
+
+def _covered(store: GradientStore, *, is_common: bool) -> str:
+    """Digest of the records of a store, those that other ranks wrote too."""
+    if not is_common:
+        return records_digest(store.records)
+    with GradientStore(store.path, mode="read") as whole:
+        return records_digest(whole.records)
 
 
 def watch_for(attributor: AbstractAttributor, session: Session) -> CovarianceWatch | None:

@@ -63,14 +63,14 @@ def identity_of(
         "data_digest": data_digest(rows, batch_size) if stays else None,
         "extra": {
             _CHOSEN: json.dumps([unit.name for unit in session.selection.units]),
-            "num_rows": str(len(rows)),
+            "num_rows": str(rows.total),
         },
     }
 
 
 def data_digest(rows: Rows, batch_size: int) -> str:
-    """Digest all rows in order; the model does not run."""
-    digest = DataDigest()
+    """Digest all rows in order; the model does not run. Of a share every rank must ask."""
+    digest = DataDigest(of_share=rows.whole is not None)
     if isinstance(rows, SourceRows):
         for batch in rows.source.batches(batch_size):
             digest.add(batch.ids)

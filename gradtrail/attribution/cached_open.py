@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.method import AbstractAttributor
 from gradtrail.attribution.session import Session
 from gradtrail.attribution.stored import attached_covariances
+from gradtrail.distributed import broadcast_json, guarded
 from gradtrail.errors import StoreError
 from gradtrail.store import GradientStore
 
@@ -91,7 +93,7 @@ def opened_store(
     """
     rows, loss = data
     facts = identity_of(session, rows, loss, batch_size, options)
-    with _store(options, facts, len(rows), covariances=covariances) as store:
+    with _store(options, facts, rows.total, covariances=covariances) as store:
         yield StoreCache(session, data, store, options, facts)
 
 
@@ -176,27 +178,27 @@ def _store(
     folder, dtype = options.folder, options.dtype
     if folder is None:
         return GradientStore(residency=options.residency, dtype=dtype)
-    is_there = (folder / "manifest.json").exists()
+    is_there = broadcast_json((folder / "manifest.json").exists())
     if is_there:
-        store = GradientStore(folder, residency=options.residency, mode="read")
-        try:
+        with guarded("reading a store"), ExitStack() as undo:  # nobody writes before all have read
+            store = GradientStore(folder, residency=options.residency, mode="read")
+            undo.callback(store.close)
             refuse_other(store, facts, options)
-            _refuse_holes(store, num_rows)
-        except StoreError:
-            store.close()
-            raise
-        whole = store.facts is not None and len(store) == num_rows
-        if whole and not (covariances and attached_covariances(store) is None):
+            _refuse_foreign(store, num_rows)
+            whole = store.facts is not None and len(store) == num_rows
+            if whole and not (covariances and attached_covariances(store) is None):
+                undo.pop_all()
+        if not store.is_closed:
             return store
-        store.close()
     mode = "resume" if is_there else "create"  # the latter refuses a folder with other files
     return GradientStore(folder, residency=options.residency, mode=mode, dtype=dtype)
 
 
-def _refuse_holes(store: GradientStore, num_rows: int) -> None:
-    """Refuse a store whose rows are not the first ones of the data, each once."""
-    if tuple(store.ids) != tuple(range(len(store))) or len(store) > num_rows:
+def _refuse_foreign(store: GradientStore, num_rows: int) -> None:
+    """Refuse a store whose rows are not those of the data, each once, in order."""
+    ids = store.ids
+    if not all(one < other for one, other in itertools.pairwise((-1, *ids, num_rows))):
         raise StoreError(
-            f"cache_dir must hold the first of {num_rows} rows, each once, got {len(store)} other "
-            f"examples in {str(store.path)!r}. Pass another folder."
+            f"cache_dir must hold rows of {num_rows}, each once, got {len(store)} other examples "
+            f"in {str(store.path)!r}. Pass another folder."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,9 @@ from gradtrail.attribution.pass_cache import (
 )
 from gradtrail.attribution.query_source import SourceRows
 from gradtrail.attribution.session import Session
-from gradtrail.attribution.stored import attached_covariances, stored_rows
+from gradtrail.attribution.shares import on_every
+from gradtrail.attribution.stored import attached_covariances, rows_between
+from gradtrail.distributed import barrier
 from gradtrail.factors import DenseGradient, GradientBlock, LayerGradient, select
 from gradtrail.store import BackgroundWriter, GradientStore
 
@@ -38,9 +40,11 @@ class StoreCache(AbstractPassCache):
 
     Attributes:
         store: The store.
+        is_whole: Whether every row is stored, those of other ranks too.
     """
 
     store: GradientStore
+    is_whole: bool
 
     def __init__(
         self,
@@ -66,11 +70,10 @@ class StoreCache(AbstractPassCache):
         self._facts = facts
         self._projection = session.projection
         self._digest: str | None = facts["data_digest"]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every row is in the store."""
-        return len(self.store) == len(self._rows)
+        self._attached: Attached | None = None
+        self._is_share = self._rows.whole is not None
+        whole = not self._missing()
+        self.is_whole = on_every("whole store", flag=whole) if self._is_share else whole
 
     @property
     def is_factored(self) -> bool:
@@ -114,10 +117,10 @@ class StoreCache(AbstractPassCache):
         Returns:
             Digest of the data.
         """
-        held = len(self.store)
+        missing = self._missing()
         self._replay(request.batch_size, request.phase, request.sink, request.done)
-        if held < len(self._rows):
-            self._run(request, live, held, None)
+        if not self.is_whole:
+            self._run(request, live, missing, None)
         return self._known_digest()
 
     def covariances(self, request: CapturePass) -> Attached | None:
@@ -129,8 +132,9 @@ class StoreCache(AbstractPassCache):
         Returns:
             Tensors and metadata, or None where none cover every row.
         """
-        held = self.covers(request) and self.is_whole
-        return attached_covariances(self.store) if held else None
+        if not self.covers(request) or not self.is_whole:
+            return None
+        return self._attached or attached_covariances(self.store)
 
     def fill(self, batch_size: int, phase: str, watch: CovarianceWatch | None) -> None:
         """Capture what is missing, with nobody listening.
@@ -140,17 +144,18 @@ class StoreCache(AbstractPassCache):
             phase: What the bar says.
             watch: Accumulates the covariances that are kept beside the store, or None.
         """
-        start = len(self.store)
-        if start < len(self._rows) and isinstance(self._rows, SourceRows):
-            start = 0  # a source runs from its first part
+        runs, every = self._missing(), [range(len(self._rows))]
+        if runs and isinstance(self._rows, SourceRows):
+            runs = every  # a source runs from its first part
         if self.store.facts is None:
             self._define()
+        again = False
         if watch is not None:
             if self.is_factored:
                 self._replay(batch_size, phase, watch.add, watch.close)
-            else:
-                start = 0  # what is written out has no factors: these rows run again
-        if start < len(self._rows):
+            else:  # what is written out has no factors: these rows run again
+                runs, again = every, self._rows.total > 0
+        if again or not self.is_whole:
             request = CapturePass(
                 rows=self._rows,
                 loss=self._loss,
@@ -158,9 +163,9 @@ class StoreCache(AbstractPassCache):
                 phase=phase,
                 sink=_ignore,
             )
-            self._run(request, self._session.capture_live, start, watch)
-        if watch is not None and len(self._rows):
-            watch.attach_to(self.store, len(self._rows))
+            self._run(request, self._session.capture_live, runs, watch)
+        if watch is not None and self._rows.total:
+            self._attached = watch.attach_to(self.store, self._rows, self._session.device)
         if self._session.live is not None:  # also what earlier calls saw a gradient reach
             self._session.live.reached.update(self.store.layers)
 
@@ -173,16 +178,35 @@ class StoreCache(AbstractPassCache):
 
     def _known_digest(self) -> str:
         if self._digest is None:
-            self._digest = DataDigest().hexdigest()
+            self._digest = "" if self._is_share else DataDigest().hexdigest()
         return self._digest
+
+    def _missing(self) -> list[range]:
+        """Rows of this rank that are not stored, by their numbers among its own."""
+        first, count = self._rows.first, len(self._rows)
+        ids = self.store.ids
+        if ids == tuple(range(first, first + len(ids))):
+            return [range(len(ids), count)] if len(ids) < count else []
+        held = {number - first for number in ids}
+        runs: list[range] = []
+        for row in range(count):
+            if row in held:
+                continue
+            if runs and runs[-1].stop == row:
+                runs[-1] = range(runs[-1].start, row + 1)
+            else:
+                runs.append(range(row, row + 1))
+        return runs
 
     def _replay(
         self, batch_size: int, phase: str, sink: BatchSink, done: Callable[[Batch], None] | None
     ) -> None:
         """Read what is stored."""
-        if len(self.store):
+        for run in _between(self._missing(), len(self._rows)):
+            first = self._rows.first
+            rows = rows_between(self.store, "cache_dir", range(run.start + first, run.stop + first))
             self._session.capture(
-                stored_rows(self.store, "cache_dir"),
+                replace(rows, start=run.start),
                 self._loss,
                 batch_size=batch_size,
                 phase=phase,
@@ -191,14 +215,22 @@ class StoreCache(AbstractPassCache):
             )
 
     def _run(
-        self, request: CapturePass, live: LiveCapture, start: int, watch: CovarianceWatch | None
+        self,
+        request: CapturePass,
+        live: LiveCapture,
+        runs: Sequence[range],
+        watch: CovarianceWatch | None,
     ) -> None:
-        """Run the model from a row on, and store the rows that are not."""
+        """Run the model on some rows, and store those that are not."""
         self._define()
+        missing = self._missing()
         with BackgroundWriter(self.store) as writer:  # after an error, what was captured is stored
-            tee = _Tee(request, self.store, writer, self._options, watch)
-            digest = live(replace(request, sink=tee.add, done=tee.close), start)
+            tee = _Tee(request, self.store, writer, self._options, watch, missing)
+            digest = live(replace(request, sink=tee.add, done=tee.close), runs)
             writer.flush()
+        if self._is_share:
+            barrier("stored gradients")
+        self.is_whole = True
         if self._digest is None:
             self._digest = digest
 
@@ -213,6 +245,7 @@ class _Tee:
         writer: BackgroundWriter,
         options: CacheOptions,
         watch: CovarianceWatch | None,
+        missing: Sequence[range],
     ) -> None:
         """Look at what the store holds.
 
@@ -222,13 +255,15 @@ class _Tee:
             writer: Writes to it.
             options: The form gradients are kept in.
             watch: Sees gradients before they are written out, or None.
+            missing: Rows of the pass that are not stored.
         """
         self._request = request
         self._writer = writer
         self._flushed = time.monotonic()
         self._watch = watch
-        self._held = len(store)
-        self._step = store.records[-1].step + 1 if store.records else 0
+        self._missing = missing
+        self._first = request.rows.first
+        self._step = max((record.step + 1 for record in store.records), default=0)
         written = {name: layer.kinds == ("dense",) for name, layer in store.layers.items()}
         self._form = KeptForm(options.capture, options.dtype, written)
         self._layers: dict[str, LayerGradient] = {}
@@ -254,19 +289,27 @@ class _Tee:
             place: The batch.
         """
         layers, self._layers = self._layers, {}
-        cut = max(0, self._held - place.start)
-        if cut < place.size:
-            if cut:
-                layers = {name: select(one, slice(cut, None)) for name, one in layers.items()}
-            ids = tuple(range(place.start + cut, place.start + place.size))
-            self._writer.submit(GradientBlock(self._step, ids, layers), _meta(place, cut))
-            self._step += 1
-            self._flush_now_and_then()
+        for run in self._missing:
+            start = max(run.start, place.start)
+            stop = min(run.stop, place.start + place.size)
+            if start < stop:
+                self._submit(place, layers, slice(start - place.start, stop - place.start))
         self._form.end_batch()
         if self._watch is not None:
             self._watch.close(place)
         if self._request.done is not None:
             self._request.done(place)
+
+    def _submit(self, place: Batch, layers: Mapping[str, LayerGradient], part: slice) -> None:
+        """Store some rows of a batch as one block."""
+        if part != slice(0, place.size):
+            layers = {name: select(one, part) for name, one in layers.items()}
+        first = self._first + place.start
+        ids = tuple(range(first + part.start, first + part.stop))
+        block = GradientBlock(self._step, ids, layers)
+        self._writer.submit(block, _meta(place, part, ids[0]))
+        self._step += 1
+        self._flush_now_and_then()
 
     def _flush_now_and_then(self) -> None:
         if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
@@ -274,16 +317,24 @@ class _Tee:
             self._flushed = time.monotonic()
 
 
-def _meta(place: Batch, cut: int) -> dict[str, Any]:
+def _meta(place: Batch, part: slice, first: int) -> dict[str, Any]:
     """What a block must remember of its batch, fit for JSON."""
     left = place.padding_left
     return {
-        "start": place.start + cut,
-        "size": place.size - cut,
+        "start": first,
+        "size": part.stop - part.start,
         "tokens": place.tokens,
-        "padding_left": None if left is None else left[cut:].tolist(),
-        "lengths": place.lengths[cut:].tolist(),
+        "padding_left": None if left is None else left[part].tolist(),
+        "lengths": place.lengths[part].tolist(),
     }
+
+
+def _between(runs: Sequence[range], count: int) -> list[range]:
+    """The rows of so many that are in no run, as runs."""
+    stops = [0, *(run.stop for run in runs)]
+    starts = [*(run.start for run in runs), count]
+    pairs = zip(stops, starts, strict=True)
+    return [range(start, stop) for start, stop in pairs if start < stop]
 
 
 def _ignore(_place: Batch, _name: str, _gradient: LayerGradient) -> None:

@@ -125,7 +125,6 @@ def score_kept_turned(
     shape: tuple[int, int],
     *,
     norms: bool,
-    is_share: bool = False,
 ) -> ScoreTable:
     """Correct the eigenvalues of EK-FAC and score, turning each kept gradient once.
 
@@ -134,18 +133,17 @@ def score_kept_turned(
 
     Args:
         fit: A fit without corrected eigenvalues, completed here.
-        kept: Factors of the whole training data, let go layer by layer.
+        kept: Factors of the whole training data, or of every rank's share; let go layer by layer.
         raw: The queries' gradients by layer.
         dampings: One set of columns each.
         shape: Numbers of training examples and of columns.
         norms: Whether squared norms are wanted.
-        is_share: Whether the training data are one rank's share: then the squares are added up.
 
     Returns:
         The scores and, where wanted, the squared norms.
     """
     table, scratch = ScoreTable.zeros(shape, kept.like), Scratch()
-    for name, pieces in kept.take(fit.records if is_share else ()):
+    for name, pieces in kept.take(fit.records if kept.is_share else ()):
         query = raw.get(name)
         if fit.records[name].kind != "ekfac":
             curvature = fit.curvature(name)
@@ -159,7 +157,7 @@ def score_kept_turned(
         for block in blocks:
             turned = _turned(bases, block, scratch)
             moments.add_turned(turned)
-        if is_share:
+        if kept.is_share:
             reduce_sum([moments.sum_goj], f"eigenvalues of {name}")
         fit.add_eigenvalues(name, moments.sum_goj.div_(fit.num_examples))
         curvature = replace(bases, eigenvalues_goj=moments.sum_goj)

@@ -61,18 +61,19 @@ class Rows:
         """Make one batch of the rows with these numbers."""
         return self.collate([self.dataset[number] for number in numbers])
 
-    def batches(self, size: int, first: int = 0) -> Iterator[tuple[int, int, Any]]:
-        """Read all rows in order.
+    def batches(self, size: int, run: range | None = None) -> Iterator[tuple[int, int, Any]]:
+        """Read rows in order.
 
         Args:
             size: Rows a batch; the last may be smaller.
-            first: Number of the row to begin with.
+            run: Numbers of the rows, or None for all.
 
         Yields:
             Number of the first row, number of rows, batch.
         """
-        for start in range(first, len(self), size):
-            stop = min(len(self), start + size)
+        run = range(len(self)) if run is None else run
+        for start in range(run.start, run.stop, size):
+            stop = min(run.stop, start + size)
             yield start, stop - start, self.batch(range(start, stop))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradtrail.attribution.finite import warn_not_finite
 from gradtrail.attribution.method import AbstractAttributor, Task, make_method
 from gradtrail.attribution.scores import AttributionScores, TopK
+from gradtrail.attribution.shares import in_step, joined_scores
 from gradtrail.attribution.stored import StoredRows
 from gradtrail.attribution.stored_model import LayerNames, preconditioned_by
 from gradtrail.attribution.stored_session import (
@@ -20,6 +21,7 @@ from gradtrail.attribution.stored_session import (
     stored_loss,
 )
 from gradtrail.attribution.trajectory_method import AbstractStoredMethod, StoredTask
+from gradtrail.distributed import merge_topk
 from gradtrail.options import check_choice, check_positive
 from gradtrail.store import GradientStore, StepStore
 
@@ -90,19 +92,9 @@ def attribute_from_cache(  # noqa: PLR0913  # the one-call entry point
     _refuse_checkpoints(name)
     _check_options(attributor, reading, top_k, granularity, optimizer_states)
     opened = open_stores(train_store, query_store, attributor, reading)
-    if isinstance(attributor, AbstractStoredMethod):
-        task = StoredTask(
-            train=train_store,
-            query=query_store,
-            optimizer_states=optimizer_states,
-            selected_steps=opened.train.steps,
-            layers=tuple(opened.stored.layers),
-            device=opened.session.device,
-            progress=progress,
-        )
-        values, second = attributor.score_stored(task), None
-    else:
-        values, second = _score(opened, attributor, top_k, per_token=granularity == "token")
+    call = {**_call_of(opened, attributor), "top_k": top_k, "granularity": granularity}
+    with in_step("attribute_from_cache", None, call):
+        values, second = _scores(opened, attributor, optimizer_states, top_k, granularity)
     options = _recorded(opened, attributor, granularity)
     if attributor.sweep is None:
         return _result(name, opened, values, second, options, top_k)
@@ -160,8 +152,10 @@ def self_influence_from_cache(  # noqa: PLR0913  # the one-call entry point
     )
     opened = open_stores(train_store, None, attributor, reading)
     loss = stored_loss(train_store)
-    values = attributor.self_score(opened.session, opened.train, loss, opened.batch_size)
-    values = values.cpu().double()
+    own = opened.train.share_records() if attributor.shares_rows else opened.train
+    with in_step("self_influence_from_cache", None, _call_of(opened, attributor)):
+        values = attributor.self_score(opened.session, own, loss, opened.batch_size)
+        values, _ = joined_scores(values.cpu().double(), None, own)
     warn_not_finite(values, opened.session, (opened.train, loss))
     return values.float()
 
@@ -216,13 +210,49 @@ def _check_options(
         )
 
 
+def _scores(
+    opened: OpenStores,
+    attributor: AbstractAttributor,
+    optimizer_states: StepStore | None,
+    top_k: int | None,
+    granularity: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Score, with lengths or the rows of the best scores beside.
+
+    A method that sweeps over the steps of a run does so on every rank.
+
+    Args:
+        opened: The stores.
+        attributor: The method.
+        optimizer_states: What a method of training runs reads.
+        top_k: How many scores a query are kept, or None.
+        granularity: One score an example or a position.
+
+    Returns:
+        Scores ``[n, q]`` or ``[n, s, q]`` of all rows with lengths, or the best with their rows.
+    """
+    if not isinstance(attributor, AbstractStoredMethod):
+        return _score(opened, attributor, top_k, per_token=granularity == "token")
+    task = StoredTask(
+        train=opened.train.store,
+        query=opened.query.store,
+        optimizer_states=optimizer_states,
+        selected_steps=opened.train.steps,
+        layers=tuple(opened.stored.layers),
+        device=opened.session.device,
+        progress=opened.session.progress,
+    )
+    return attributor.score_stored(task), None
+
+
 def _score(
     opened: OpenStores, attributor: AbstractAttributor, top_k: int | None, *, per_token: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Run a method on the stores, and say which scores are not finite."""
     train, query = opened.train, opened.query
+    own = train.share_records() if attributor.shares_rows else train
     task = Task(
-        train=train,
+        train=own,
         query=query,
         loss=stored_loss(train.store),
         query_loss=stored_loss(query.store),
@@ -233,7 +263,10 @@ def _score(
     )
     values, second = attributor.score(opened.session, task)
     if top_k is None:
+        values, second = joined_scores(values, second, own)
         warn_not_finite(values, opened.session, (train, task.loss), (query, task.query_loss))
+    elif own.whole is not None and second is not None:
+        values, second = merge_topk(values.double(), second + own.first, top_k)
     return values, second if per_token or top_k is not None else None
 
 
@@ -296,6 +329,17 @@ def _result(
         _steps_of(rows),
     )
     return found if top_k is None else found.topk(top_k)
+
+
+def _call_of(opened: OpenStores, attributor: AbstractAttributor) -> dict[str, Any]:
+    """Give what of a call must be the same on every rank, by the name of the argument."""
+    return {
+        "train_store": [opened.train.store.run, len(opened.train)],
+        "query_store": [opened.query.store.run, len(opened.query)],
+        "method": attributor.name,
+        "method_options": attributor.describe_options(),
+        "layers": list(opened.stored.layers),
+    }
 
 
 def _steps_of(rows: StoredRows) -> tuple[int, ...] | None:

@@ -42,13 +42,15 @@ class KeptFactors:
     tensors leave between them come on top, up to half as much again.
     """
 
-    def __init__(self, num_rows: int, budget: int) -> None:
+    def __init__(self, num_rows: int, budget: int, *, is_share: bool = False) -> None:
         """Start with nothing kept.
 
         Args:
             num_rows: Rows that will come.
             budget: Bytes that may be kept.
+            is_share: Whether they are one rank's share of the training data.
         """
+        self.is_share = is_share
         self._num_rows = num_rows
         self._left = budget
         self._pieces: dict[str, list[tuple[Batch, LayerGradient]]] = {}

@@ -24,7 +24,7 @@ from gradtrail.attribution.data import Rows
 from gradtrail.attribution.fisher import FisherKind, Sampler
 from gradtrail.attribution.fit_memory import FitMemory
 from gradtrail.attribution.gauss_newton import MAX_ITERATIONS
-from gradtrail.attribution.kronecker_run import KroneckerRun, RunOptions
+from gradtrail.attribution.kronecker_run import KroneckerRun
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.measures import Demands, Measures
 from gradtrail.attribution.method import (
@@ -34,6 +34,7 @@ from gradtrail.attribution.method import (
     Task,
     refuse_preconditioned,
 )
+from gradtrail.attribution.run_options import RunOptions
 from gradtrail.attribution.session import Session
 from gradtrail.attribution.stored import StoredRows
 from gradtrail.attribution.stored_model import StoredModel

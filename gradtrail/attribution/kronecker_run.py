@@ -6,76 +6,40 @@ Suffixes: n training example, q query (one set a damping), d gradient entry.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradtrail.attribution.curvature_fit import (
-    FisherOptions,
     FitTask,
     fit_bases,
     fit_eigenvalues,
     sampler_name,
 )
-from gradtrail.attribution.curvature_layers import Treatment
-from gradtrail.attribution.curvature_queries import QueryOptions, precondition_queries, query_chunks
+from gradtrail.attribution.curvature_queries import precondition_queries, query_chunks
 from gradtrail.attribution.curvature_refine import refined_queries
 from gradtrail.attribution.curvature_scoring import score_kept, score_kept_turned
 from gradtrail.attribution.data import Rows
-from gradtrail.attribution.fit_memory import FitMemory, FitPlace, define_fit
+from gradtrail.attribution.fit_memory import FitPlace, define_fit
 from gradtrail.attribution.inner_product import collect_queries
 from gradtrail.attribution.kept import KeptFactors, kept_budget
 from gradtrail.attribution.losses import Loss
 from gradtrail.attribution.memory import query_budget
 from gradtrail.attribution.method import Task
 from gradtrail.attribution.queries import QuerySide, compact_form
+from gradtrail.attribution.run_options import RunOptions
 from gradtrail.attribution.scoring import Scorer, normalized
 from gradtrail.attribution.session import Batch, Session
 from gradtrail.attribution.shares import most_of, on_every
 from gradtrail.attribution.stored import StoredRows
 from gradtrail.factors import LayerGradient, select, squared_norm
-from gradtrail.kronecker import Damping, KroneckerFit, Tensors
+from gradtrail.kronecker import KroneckerFit, Tensors
 from gradtrail.store import TensorCache
 
-__all__ = ["KroneckerRun", "RunOptions"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RunOptions:
-    """What a run needs to know of its method.
-
-    Attributes:
-        corrected: Whether the eigenvalues are corrected (EK-FAC).
-        dampings: Dampings to score with.
-        strengths: The same as they were given, None for the default, and whether relative.
-        fisher: Which Fisher.
-        treatments: Kind of curvature by captured layer.
-        limits: ``max_factor_dim`` and ``direct_fisher_max_params``.
-        queries: What is done with the queries.
-        normalize: Which norms scores are divided by.
-        gradient_budget: Bytes of training factors that may be kept, or None.
-        residency: Where the fit's tensors rest.
-        fisher_dir: Folder of a persisted fit, or None.
-        memory: Keeps the last fit, or None.
-    """
-
-    corrected: bool
-    dampings: tuple[Damping, ...]
-    strengths: tuple[tuple[float | None, bool], ...]
-    fisher: FisherOptions
-    treatments: Mapping[str, Treatment]
-    limits: tuple[int, int]
-    queries: QueryOptions
-    normalize: Literal["train", "both"] | None
-    gradient_budget: int | None
-    residency: Literal["memory", "disk", "tiered"] | None
-    fisher_dir: str | Path | None
-    memory: FitMemory | None
+__all__ = ["KroneckerRun"]
 
 
 class KroneckerRun:
@@ -183,13 +147,7 @@ class KroneckerRun:
             dampings = self._options.dampings
             shape = (len(task.train), columns)
             table = score_kept_turned(
-                self.fit,
-                self._kept,
-                raw.layers,
-                dampings,
-                shape,
-                norms=norms is not None,
-                is_share=self._is_share,
+                self.fit, self._kept, raw.layers, dampings, shape, norms=norms is not None
             )
             self._finish()
             squared_n = table.squared_n if norms else None
@@ -374,7 +332,8 @@ class KroneckerRun:
         if self._options.fisher.kind != "empirical" or self._session.cache is not None or is_stored:
             return None
         budget = kept_budget(self._options.gradient_budget, self._session.device)
-        return KeptFactors(len(self._task.rows), budget) if budget else None
+        count = len(self._task.rows)
+        return KeptFactors(count, budget, is_share=self._is_share) if budget else None
 
     def _make_tensors(self) -> Tensors:
         residency = self._options.residency

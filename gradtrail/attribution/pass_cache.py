@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -59,8 +59,8 @@ class CapturePass:
     done: Callable[[Batch], None] | None = None
 
 
-# ``live(request, start)`` runs the model on the rows from number ``start`` on, gives their digest
-LiveCapture: TypeAlias = Callable[[CapturePass, int], str]
+# ``live(request, runs)`` runs the model on some rows, gives their digest
+LiveCapture: TypeAlias = Callable[[CapturePass, Sequence[range]], str]
 # tensors and metadata of covariances that were accumulated while gradients were stored
 Attached: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, str]]
 

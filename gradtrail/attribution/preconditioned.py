@@ -22,6 +22,7 @@ from gradtrail.attribution.stored_session import (
     open_stores,
     stored_loss,
 )
+from gradtrail.distributed import world_size
 from gradtrail.factors import GradientBlock, LayerGradient
 from gradtrail.kronecker import KroneckerFit
 from gradtrail.progress import progress_bar
@@ -69,9 +70,17 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
 
     Returns:
         The store of queries, flushed and open.
+
+    Raises:
+        ValueError: If there are many processes.
     """
     _, attributor, _ = make_method(method, method_options)
     _check_method(attributor)
+    if world_size() > 1:
+        raise ValueError(
+            f"cache_preconditioned_query must be called in one process, got {world_size()}. What "
+            "it writes can be read by any number of them."
+        )
     reading = StoreReading(
         selected_steps=selected_steps,
         layers=layers,

@@ -159,7 +159,7 @@ class Session:
             Tensors and metadata, or None where there are none.
         """
         if isinstance(rows, StoredRows):
-            return attached_covariances(rows.store, rows.records)
+            return attached_covariances(rows.store, (rows.whole or rows).records)
         if self.cache is None:
             return None
         request = CapturePass(
@@ -180,17 +180,18 @@ class Session:
                 bar.update(place.size)
         return rows.digest
 
-    def capture_live(self, request: CapturePass, start: int = 0) -> str:
+    def capture_live(self, request: CapturePass, runs: Sequence[range] | None = None) -> str:
         """Run the model on the rows of a pass.
 
         Args:
             request: The pass.
-            start: Number of the first row; a source of queries is run from its first.
+            runs: The rows that are run, or None for all; a source of queries is run as a whole.
 
         Returns:
-            Digest of the rows that ran.
+            Digest of the rows that ran; empty for a rank's share, which ``digests`` joins.
         """
-        self._captured += len(request.rows) - start
+        runs = [range(len(request.rows))] if runs is None else runs
+        self._captured += sum(map(len, runs))
         is_share = request.rows.whole is not None
         digest = DataDigest(of_share=is_share)
         if is_share:
@@ -198,15 +199,18 @@ class Session:
         if isinstance(request.rows, SourceRows):
             self._capture_source(request, digest)
         else:
-            self._capture_rows(request, start, digest)
+            self._capture_rows(request, runs, digest)
         return "" if is_share else digest.hexdigest()
 
-    def _capture_rows(self, request: CapturePass, first: int, digest: DataDigest) -> None:
+    def _capture_rows(
+        self, request: CapturePass, runs: Sequence[range], digest: DataDigest
+    ) -> None:
         rows, loss, done = request.rows, request.loss, request.done
-        missing = self._missing_batches(request, first)
+        missing = self._missing_batches(request, runs)
+        batches = (batch for run in runs for batch in rows.batches(request.batch_size, run))
         with self._bar(request.phase, len(rows)) as bar:
-            bar.update(first)
-            for start, size, raw in rows.batches(request.batch_size, first):
+            bar.update(len(rows) - sum(map(len, runs)))
+            for start, size, raw in batches:
                 values = move_batch(raw, self.device)
                 place = _place(start, size, values)
                 digest.add(content_ids(values, size))
@@ -237,15 +241,21 @@ class Session:
                     several=loss.several,
                 )
 
-    def _missing_batches(self, request: CapturePass, first: int) -> int:
+    def _missing_batches(self, request: CapturePass, runs: Sequence[range]) -> int:
         """How many more batches another rank has, where a forward needs every rank.
 
         As many are run beside the own ones; what they give counts nowhere.
+
+        Args:
+            request: The pass.
+            runs: Its rows that this rank runs.
+
+        Returns:
+            Their number.
         """
-        rows = request.rows
-        if rows.whole is None or not communicates(self.model):
+        if request.rows.whole is None or not communicates(self.model):
             return 0
-        own = -(-(len(rows) - first) // request.batch_size)
+        own = sum(-(-len(run) // request.batch_size) for run in runs)
         return most_of("batches of a pass", own) - own
 
     def _bar(self, phase: str, total: int) -> Any:  # noqa: ANN401  # a context manager
@@ -282,8 +292,8 @@ class Session:
 
     def digests(self) -> dict[str, str]:
         """Digests of the weights and of the data of every pass, by name."""
-        if self._share is not None:
-            self._data["train"], self._share = self._share.hexdigest(), None
+        if self.is_shared and self._data.get("train") == "":
+            self._data["train"] = (self._share or DataDigest(of_share=True)).hexdigest()
         data = {f"{phase}_digest": digest for phase, digest in self._data.items()}
         weights = self.stored.digest if self.model is None else model_digest(self.model)
         return {"model_digest": weights, **data}

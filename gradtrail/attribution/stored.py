@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradtrail.attribution.data import Rows
 from gradtrail.attribution.pass_cache import Attached, Batch, BatchSink
+from gradtrail.distributed import rank, shard_of, world_size
 from gradtrail.factors import (
     JoinMemo,
     LayerGradient,
@@ -27,7 +28,7 @@ from gradtrail.kronecker import COVARIANCES
 from gradtrail.options import near_names
 from gradtrail.store import BlockRecord, GradientStore, StoredBlock, records_digest
 
-__all__ = ["StoredRows", "attached_covariances", "replay", "stored_rows"]
+__all__ = ["StoredRows", "attached_covariances", "replay", "rows_between", "stored_rows"]
 
 _SHARED = 4  # joined inputs that are remembered for more layers that read them
 
@@ -42,6 +43,8 @@ class StoredRows(Rows):
         steps: The steps that are read, or None for all.
         layers: The layers that are read, or None for all.
         written: Layers whose gradients are written out as they are read.
+        is_part: Whether they are some of the store's rows, which are read by number.
+        start: Number of the first row in the pass they are read in.
     """
 
     store: GradientStore
@@ -49,6 +52,8 @@ class StoredRows(Rows):
     steps: tuple[int, ...] | None = None
     layers: tuple[str, ...] | None = None
     written: frozenset[str] = field(default_factory=frozenset)
+    is_part: bool = False
+    start: int = 0
 
     @property
     def ids(self) -> tuple[int | str, ...]:
@@ -63,6 +68,8 @@ class StoredRows(Rows):
     @property
     def digest(self) -> str:
         """Digest of the data: the capture's own, or of the steps and ids that are read."""
+        if isinstance(self.whole, StoredRows):
+            return self.whole.digest
         facts = self.store.facts
         if self.steps is None and facts.data_digest is not None:
             return facts.data_digest
@@ -82,6 +89,20 @@ class StoredRows(Rows):
     def of_layers(self, layers: Sequence[str]) -> StoredRows:
         """The same rows with fewer layers."""
         return replace(self, layers=tuple(layers))
+
+    def share_records(self) -> StoredRows:
+        """Take this rank's share: whole blocks, contiguous, without duplicates.
+
+        Returns:
+            The same rows where there is one process.
+        """
+        world = world_size()
+        if world == 1:
+            return self
+        numbers = shard_of(len(self.records), rank(), world)
+        first = sum(len(record.ids) for record in self.records[: numbers.start])
+        records = self.records[numbers.start : numbers.stop]
+        return replace(_part(self, records), whole=self, first=first)
 
 
 def stored_rows(
@@ -122,6 +143,33 @@ def stored_rows(
     names = None if layers is None else tuple(layers)
     refuse = partial(_refuse_data, option)
     return StoredRows(range(count), refuse, store, tuple(records), steps, names)
+
+
+def rows_between(store: GradientStore, option: str, run: range) -> StoredRows:
+    """Make rows of those of a store whose numbers as rows of a data set are in a range.
+
+    Args:
+        store: The store; its ids are numbers of rows, which follow each other in a block.
+        option: What the store was passed as, for errors.
+        run: The numbers.
+
+    Returns:
+        The rows, in their order.
+    """
+    rows = stored_rows(store, option)
+    found = []
+    for record in rows.records:
+        inside = [place for place, number in enumerate(record.ids) if number in run]
+        if inside:
+            ids = record.ids[inside[0] : inside[-1] + 1]
+            found.append(replace(record, ids=ids, number=record.number + inside[0]))
+    return rows if tuple(found) == rows.records else _part(rows, found)
+
+
+def _part(rows: StoredRows, records: Sequence[BlockRecord]) -> StoredRows:
+    """Some of the rows, as records that may be cut."""
+    count = sum(len(record.ids) for record in records)
+    return replace(rows, dataset=range(count), records=tuple(records), is_part=True)
 
 
 def _refuse_data(option: str, _: Sequence[Any]) -> Any:  # noqa: ANN401
@@ -171,8 +219,9 @@ def replay(
         Where each batch stands among the rows, after it was handed on.
     """
     counts = _blocks_a_batch(rows.records, batch_size)
-    blocks = iter(rows.store.blocks(steps=rows.steps, layers=rows.layers, device=device))
-    start = 0
+    chosen = {"rows": rows.numbers} if rows.is_part else {"steps": rows.steps}
+    blocks = iter(rows.store.blocks(**chosen, layers=rows.layers, device=device))
+    start = rows.start
     for count in counts:
         # layers of a block are read when asked for: blocks that wait for others hold no tensors
         group = [next(blocks) for _ in range(count)]
@@ -266,7 +315,7 @@ def _zeros(like: LayerGradient, rows: int) -> LayerGradient:
 
 def _place(group: Sequence[StoredBlock], start: int, positions: int, device: torch.device) -> Batch:
     """Where a batch stands; what its blocks do not say of positions is read off a gradient."""
-    shapes = [_shape(one.meta or {}, len(one.block.ids), positions) for one in group]
+    shapes = [_shape(one, positions) for one in group]
     size = sum(len(lengths) for _, _, lengths in shapes)
     tokens = max(tokens for tokens, _, _ in shapes)
     lengths = torch.cat([lengths for _, _, lengths in shapes])
@@ -278,14 +327,20 @@ def _place(group: Sequence[StoredBlock], start: int, positions: int, device: tor
     return Batch(start, size, tokens, leading, lengths)
 
 
-def _shape(meta: Mapping[str, Any], size: int, positions: int) -> tuple[int, Tensor | None, Tensor]:
+def _shape(one: StoredBlock, positions: int) -> tuple[int, Tensor | None, Tensor]:
     """Positions of a block's rows, padded ones before the first valid one, and valid ones."""
+    meta, size = one.meta or {}, len(one.block.ids)
     tokens = meta.get("tokens")
     if tokens is None:
         return positions, None, torch.full((size,), positions)
-    leading, lengths = meta.get("padding_left"), meta.get("lengths")
+    leading, lengths = (_taken(meta.get(name), one) for name in ("padding_left", "lengths"))
     return (
         int(tokens),
         None if leading is None else torch.tensor(leading, dtype=torch.int64),
         torch.full((size,), int(tokens)) if lengths is None else torch.tensor(lengths),
     )
+
+
+def _taken(values: Sequence[int] | None, one: StoredBlock) -> Sequence[int] | None:
+    """What was noted of the rows that a block still has."""
+    return values if values is None or one.taken is None else [values[row] for row in one.taken]

@@ -20,6 +20,7 @@ from gradtrail.attribution.stored_model import (
     check_readable,
     stored_model,
 )
+from gradtrail.distributed import world_size
 from gradtrail.options import check_positive
 from gradtrail.store import GradientStore
 
@@ -106,6 +107,7 @@ def open_stores(
     session = Session(
         None, None, device, stored.projection, reading.progress, reading.seed, stored=stored
     )
+    session.is_shared = world_size() > 1 and attributor.shares_rows
     batch_size = reading.batch_size or _paying_batch_size(train, len(query))
     return OpenStores(session, stored, train, query, batch_size)
 

@@ -79,15 +79,17 @@ def wire_device(device: torch.device) -> torch.device:
         device: Where it lies.
 
     Returns:
-        The same device where the process group has a backend for it, else one where it has.
+        The same device where the process group has a backend of its own for it, else one where
+        it has.
     """
-    config = dist.get_backend_config()
-    served = [entry.split(":")[0] for entry in config.split(",")]
-    if device.type in served:
+    entries = (entry.split(":") for entry in dist.get_backend_config().split(","))
+    served = {kind: backend for kind, backend, *_ in entries}
+    if device.type in served and (device.type == "cpu" or served[device.type] != "gloo"):
         return device
-    if "cpu" in served:
+    if "cpu" in served:  # gloo would copy there itself, and not for every operation
         return torch.device("cpu")
-    return torch.device(served[0], torch.get_device_module(served[0]).current_device())
+    kind = next(iter(served))
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _is_initialized() -> bool:

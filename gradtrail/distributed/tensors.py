@@ -147,7 +147,9 @@ def merge_topk(
     index_nq = gather_rows(index_kq, what="numbers of best rows")
     order_nq = index_nq.argsort(dim=0, stable=True)
     values_nq, index_nq = values_nq.gather(0, order_nq), index_nq.gather(0, order_nq)
-    order_kq = values_nq.argsort(dim=0, descending=largest, stable=True)[:count]
+    last = -math.inf if largest else math.inf  # NaN ranks nowhere
+    ranked_nq = torch.where(values_nq.isnan(), last, values_nq)
+    order_kq = ranked_nq.argsort(dim=0, descending=largest, stable=True)[:count]
     return values_nq.gather(0, order_kq), index_nq.gather(0, order_kq)
 
 

@@ -19,7 +19,7 @@ from gradtrail.kronecker.curvature import (
 from gradtrail.kronecker.damping import Damping
 from gradtrail.kronecker.fit import KroneckerFit, LayerRecord, Tensors
 from gradtrail.kronecker.fit_file import FIT_FILE, load_fit, save_fit, signature
-from gradtrail.kronecker.joined import joined_covariances
+from gradtrail.kronecker.joined import joined_covariances, joined_sums
 from gradtrail.kronecker.matrices import Scratch, to_matrices
 from gradtrail.kronecker.moments import CorrectedMoments, DenseMoments, DiagonalMoments
 from gradtrail.kronecker.report import FitReport, LayerReport
@@ -48,6 +48,7 @@ __all__ = [
     "covariance_state",
     "covariances_from",
     "joined_covariances",
+    "joined_sums",
     "load_fit",
     "restored_accumulator",
     "save_fit",

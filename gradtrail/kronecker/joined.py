@@ -11,19 +11,16 @@ from gradtrail.distributed import gather_json, reduce_named
 from gradtrail.kronecker.covariance_sums import KroneckerFactors, LayerSums
 from gradtrail.kronecker.symmetric import mirror
 
-__all__ = ["joined_covariances"]
+__all__ = ["joined_covariances", "joined_sums"]
 
 
-def joined_covariances(
-    sums: Mapping[str, LayerSums], num_examples: int, device: torch.device
-) -> dict[str, KroneckerFactors]:
-    """Add up what every rank has accumulated and divide it.
+def joined_sums(sums: Mapping[str, LayerSums], device: torch.device) -> dict[str, LayerSums]:
+    """Add up what every rank has accumulated.
 
     Layers share an input where they do on every rank that saw them.
 
     Args:
         sums: This rank's sums by layer, in float32 or wider; changed in place.
-        num_examples: Number of examples of all ranks.
         device: Where sums are made of layers that this rank did not see.
 
     Returns:
@@ -37,16 +34,39 @@ def joined_covariances(
         first.setdefault(inputs[name], name)
     owners = {name: first[inputs[name]] for name in names}
     total = reduce_named(_named(sums, owners), device, "covariances")
+    return {
+        name: LayerSums(
+            total[f"{owner}:activation"],
+            mirror(total[f"{name}:gradient"]),
+            total[f"{owner}:count"],
+            owner,
+        )
+        for name, owner in owners.items()
+    }
+
+
+def joined_covariances(
+    sums: Mapping[str, LayerSums], num_examples: int, device: torch.device
+) -> dict[str, KroneckerFactors]:
+    """Add up what every rank has accumulated and divide it.
+
+    Args:
+        sums: This rank's sums by layer; changed in place.
+        num_examples: Number of examples of all ranks.
+        device: Where sums are made of layers that this rank did not see.
+
+    Returns:
+        By layer, in an order that is the same on every rank.
+    """
     done: dict[str, tuple[Tensor, int]] = {}
     found: dict[str, KroneckerFactors] = {}
-    for name in names:
-        owner = owners[name]
-        if owner not in done:
-            count = int(total[f"{owner}:count"])
-            done[owner] = mirror(total[f"{owner}:activation"]).div_(max(1, count)), count
-        cov_gii, count = done[owner]
-        cov_goo = mirror(total[f"{name}:gradient"]).div_(max(1, num_examples))
-        found[name] = KroneckerFactors(cov_gii, cov_goo, num_examples, count, owner)
+    for name, one in joined_sums(sums, device).items():
+        if one.input_of not in done:
+            count = int(one.count)
+            done[one.input_of] = mirror(one.activation_gii).div_(max(1, count)), count
+        cov_gii, count = done[one.input_of]
+        cov_goo = one.gradient_goo.div_(max(1, num_examples))
+        found[name] = KroneckerFactors(cov_gii, cov_goo, num_examples, count, one.input_of)
     return found
 
 

@@ -66,6 +66,11 @@ class AbstractStore(ABC):  # noqa: B024  # what differs is what its records are,
         return self.log.is_closed
 
     @property
+    def is_temporary(self) -> bool:
+        """Whether its folder, if it has one, goes away with it; such a store is one process's."""
+        return self.log.options.path is None
+
+    @property
     def run(self) -> str:
         """Random id that the store was given when it was made."""
         return self.log.manifest.run

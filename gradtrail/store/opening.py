@@ -120,11 +120,9 @@ def _begin(folder: Path, kind: AbstractKind, mode: Mode, world: int) -> None:
     found = prepare(folder, mode, kind.name)
     if found is None:
         Manifest(kind.name, world_size=world).save(folder)
-    elif found.world_size != world:
-        raise StoreError(
-            f"world_size must be that of the store, got {world} where {str(folder)!r} was written "
-            f"by {found.world_size} processes. Start as many, or write anew with mode='overwrite'."
-        )
+    elif found.world_size < world:  # fewer go on beside the journals of those that are gone
+        found.world_size = world
+        found.save(folder)
 
 
 def _own_manifest(folder: Path, kind: AbstractKind, number: int) -> Manifest:
@@ -137,6 +135,9 @@ def _own_manifest(folder: Path, kind: AbstractKind, number: int) -> Manifest:
         own = Manifest(main.kind, main.run, number, main.world_size, main.dtype, main.facts)
         own.save(folder)
     _check_run(folder, main, own)
+    if own.world_size != main.world_size:
+        own.world_size = main.world_size
+        own.save(folder)
     return own
 
 
