@@ -28,7 +28,7 @@ import random
 import re
 import sys
 import time
-from collections import Counter
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -253,6 +253,8 @@ def pretrained_learner(seed: int) -> Learner:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    # peft asks transformers by a name that goes
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
     weights = next(folder.glob("*.gguf")).name
     print(f"Reading SmolLM2-135M-Instruct from {weights}.")
@@ -399,12 +401,12 @@ class Outcome:
     Attributes:
         name: Who picked.
         loss: Of the target's held-out examples after training on the pick.
-        kinds: How many rows of each kind were picked.
+        hits: How many rows of the target's kind were picked.
     """
 
     name: str
     loss: float
-    kinds: Counter[str]
+    hits: int
 
 
 def compare(learner: Learner, texts: Texts, seeds: Sequence[int]) -> tuple[float, list[Outcome]]:
@@ -431,13 +433,19 @@ def compare(learner: Learner, texts: Texts, seeds: Sequence[int]) -> tuple[float
         for name, picked in (("random", by_lot), ("LESS", scores.topk(count).indices.tolist())):
             put(start, learner.model)
             train(learner, [rows[number] for number in picked], seed)
-            kinds = Counter(mixed[number].kind for number in picked)
-            outcomes.append(Outcome(name, mean_loss(learner.model, held_out), kinds))
+            hits = sum(mixed[number].kind == TARGET.__name__ for number in picked)
+            outcomes.append(Outcome(name, mean_loss(learner.model, held_out), hits))
     return before, outcomes
 
 
 def report(before: float, outcomes: Sequence[Outcome], count: int) -> None:
-    """Print the losses, means over the seeds with the smallest and the largest."""
+    """Print means over the seeds, with the smallest and the largest loss.
+
+    Args:
+        before: The loss without fine-tuning.
+        outcomes: What came of each pick.
+        count: Rows of a pick.
+    """
     target = TARGET.__name__
     print(
         f"\n{'trained on':<14} {'loss of the target':>18} {'from - to':>15} {f'{target} rows':>13}"
@@ -446,7 +454,7 @@ def report(before: float, outcomes: Sequence[Outcome], count: int) -> None:
     for name in ("random", "LESS"):
         own = [outcome for outcome in outcomes if outcome.name == name]
         losses = [outcome.loss for outcome in own]
-        hits = mean([outcome.kinds[target] for outcome in own])
+        hits = mean([outcome.hits for outcome in own])
         print(
             f"{f'{name} {PICKED:.0%}':<14} {mean(losses):>18.3f} "
             f"{f'{min(losses):.3f} - {max(losses):.3f}':>15} {f'{hits:.1f} of {count}':>13}"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -658,6 +659,29 @@ def test_both_kinds_refuse_each_other(tmp_path):
         StepStore(tmp_path / "g", mode="read")
     with pytest.raises(StoreError, match="a store of gradients, got one of steps"):
         GradientStore(tmp_path / "s", mode="resume")
+
+
+def test_a_full_disk_keeps_a_step_that_was_to_go(tmp_path):
+    with GradientStore(tmp_path / "a") as store:
+        store.define(**FACTS)
+        store.append(
+            GradientBlock(0, (0, 1), {"l": LinearFactors(values(2, 1, 3), values(2, 1, 2))})
+        )
+        store.flush()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+        try:
+            with pytest.raises(
+                OSError, match="Step 0 could not be taken out .* call discard again"
+            ):
+                store.discard(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert store.steps == (0, 0)
+        store.discard(0)
+        assert store.steps == ()
+    with GradientStore(tmp_path / "a", mode="read") as store:
+        assert store.ids == ()
 
 
 # ---------------------------------------------------------------- several ranks

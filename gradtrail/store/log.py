@@ -249,12 +249,24 @@ class Log(AbstractReadableLog):
                 return
             pending = set() if self._writer is None else {id(e) for e in self._writer.pending}
             if self._writer is not None and any(id(e) not in pending and e.shard for e in gone):
-                self._writer.discard(step)
+                self._journal_discard(step)
             for entry in gone:
                 entry.discarded = True
                 self._let_go(entry)
             self.entries = [entry for entry in self.entries if not entry.discarded]
             self._reindex()
+
+    def _journal_discard(self, step: int) -> None:
+        """Write down that a step counts no more."""
+        try:
+            self._writer.discard(step)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"Step {step} could not be taken out of {str(self.folder)!r} ({error.strerror}). "
+                "All that was stored is still there, that step too. Make room on the disk and call "
+                "discard again.",
+            ) from error
 
     def _let_go(self, entry: Entry) -> None:
         """Free what is held of a record."""
