@@ -7,12 +7,14 @@ the model is gone: GradDot, GradCos and EK-FAC score the two stores, and `search
 rows under EK-FAC by plain inner products. Each query should be traced to rows that count alike.
 
 Run it with `python examples/capture_and_reuse.py`; it takes some seconds on a CPU. With
-`--folder DIR` the stores stay: a second run reads them and trains nothing.
+`--folder DIR` the stores stay: a second run reads them and trains nothing, and one after a run that
+was killed on the way starts anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -101,7 +103,8 @@ def train_and_capture(rows: list[Row], steps: int, folder: Path) -> torch.nn.Mod
         disable_tqdm=True,
         use_cpu=True,
     )
-    with GradientStore(folder / "train") as store:
+    # what a run that was killed left is replaced
+    with GradientStore(folder / "train", mode="overwrite") as store:
         capture = GradTrailCallback(
             [OffloadCallback(store), KroneckerCovarianceCallback(store)], layers=LAYERS
         )
@@ -173,12 +176,15 @@ def score(folder: Path, rows: list[Row], queries: list[Row]) -> None:
 
 
 def run(folder: Path, steps: int) -> None:
-    """Fill the stores where they are missing, then score them."""
+    """Fill the stores where that was never done to the end, then score them."""
     rows, queries = make_rows()
-    if not (folder / "train").exists():
+    whole = folder / "captured"
+    if not whole.exists():
         model = train_and_capture(rows, steps, folder)
+        shutil.rmtree(folder / "queries", ignore_errors=True)  # perhaps of another model
         gradtrail.cache(model, queries, cache_dir=folder / "queries", layers=LAYERS, progress=False)
         del model
+        whole.touch()
     score(folder, rows, queries)
 
 

@@ -7,13 +7,22 @@ from collections.abc import Iterable
 
 __all__ = ["check_choice", "check_positive", "near_names"]
 
+_CLOSE = 0.6  # share of letters that a name must have in common with a mistyped one
+
 
 def near_names(name: str, names: Iterable[str], *, count: int = 3) -> str:
-    """List the names closest to a mistyped one, or the first few where none is close."""
-    known = list(names)
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.4)
-    shown = close or known[:count]
-    return ", ".join(repr(entry) for entry in shown) or "none"
+    """List the names closest to a mistyped one; far ones would lead astray.
+
+    Args:
+        name: What was written.
+        names: What there is.
+        count: How many names are listed at most.
+
+    Returns:
+        The names, or ``"none"``.
+    """
+    close = difflib.get_close_matches(name, list(names), n=count, cutoff=_CLOSE)
+    return ", ".join(repr(entry) for entry in close) or "none"
 
 
 def check_choice(option: str, value: object, allowed: Iterable[object]) -> None:

@@ -21,7 +21,7 @@ from gradtrail.attribution import cached_pass, kronecker_run
 from gradtrail.attribution.cached import cache
 from gradtrail.attribution.inner_product import InnerProductAttributor
 from gradtrail.attribution.stored import attached_covariances
-from gradtrail.factors import DenseGradient, to_dense
+from gradtrail.factors import DenseGradient, GradientBlock, select, to_dense
 from gradtrail.interchange import InterchangeQuery, Site
 from gradtrail.kronecker import covariances_from
 from gradtrail.store import GradientStore
@@ -382,7 +382,7 @@ def test_a_persisted_fit_leaves_the_scoring_pass(tmp_path):
 
 
 def test_no_factors_are_kept_beside_a_store(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError
 
     monkeypatch.setattr(kronecker_run, "KeptFactors", refuse)
@@ -535,12 +535,25 @@ def test_another_seed_of_a_projection_is_refused(tmp_path):
         run("gpt2", **kept, seed=2)
 
 
+def test_rows_that_a_store_lacks_are_captured(tmp_path):
+    kept = place("folder", tmp_path)
+    expected = run("gpt2", **kept)
+    with GradientStore(tmp_path / "cache" / "train", mode="resume") as store:
+        store.discard(store.steps[0])
+        assert len(store) == 4
+    assert torch.equal(run("gpt2", **kept), expected)
+    with GradientStore(tmp_path / "cache" / "train", mode="read") as store:
+        assert store.ids == tuple(range(7))
+
+
 def test_a_store_with_other_rows_is_refused(tmp_path):
     kept = place("folder", tmp_path)
     run("gpt2", **kept)
     with GradientStore(tmp_path / "cache" / "train", mode="resume") as store:
-        store.discard(store.steps[0])
-    with pytest.raises(StoreError, match=r"must hold the first of 7 rows, each once, got 4 other"):
+        first = next(iter(store.blocks())).block
+        layers = {name: select(first.layers[name], slice(0, 1)) for name in first.layers}
+        store.append(GradientBlock(99, (8,), layers))
+    with pytest.raises(StoreError, match=r"must hold rows of 7, each once, got 8 other examples"):
         run("gpt2", **kept)
 
 
@@ -816,7 +829,7 @@ def test_cache_refuses_options_without_effect(what, tmp_path):
 def test_cache_refuses_other_queries(tmp_path):
     cached("conv", tmp_path)
     make, train, _ = CASES["conv"]
-    with pytest.raises(StoreError, match=r"query.* with data_digest"):
+    with pytest.raises(StoreError, match=r"query.* with other data: data_digest"):
         cache(make(), train, images(3, 8), cache_dir=tmp_path / "both", **SIZES)
 
 

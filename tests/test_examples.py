@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,53 @@ def test_a_captured_run_is_scored_twice_without_the_model(tmp_path):
     found = {name: int(share) for name, share in shares[0]}
     assert found["ekfac"] > 85
     assert found["graddot"] > 50
+
+
+@pytest.mark.slow
+def test_capture_and_reuse_goes_on_after_a_kill(tmp_path):
+    """Killed while it trains, and with both stores begun: the next run fills them."""
+    command = [sys.executable, str(EXAMPLES / "capture_and_reuse.py"), "--folder", str(tmp_path)]
+    command += ["--steps", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    while killed.poll() is None and not (tmp_path / "train" / "manifest.json").exists():
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -9
+    (tmp_path / "queries" / "train").mkdir(parents=True)
+    (tmp_path / "queries" / "train" / ".lock").touch()
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        for _ in range(2)
+    ]
+    first, second = (run.stdout for run in runs)
+    assert "48 gradients stored" in first
+    assert "stored" not in second
+    assert "ekfac" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["plain", "fully_shard"])
+def test_many_processes_give_what_one_gives(wrap):
+    command = [str(EXAMPLES / "multi_process.py"), "--wrap", wrap]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    runs = [
+        subprocess.run(
+            [sys.executable, *start, *command],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
+            timeout=120,
+        ).stdout
+        for start in ([], launcher)
+    ]
+    one, two = runs
+    assert "process 0 scored rows 0 to 59" in one
+    assert "process 1 scored rows 30 to 59" in two
+    shares = [re.findall(r"^(\w[\w ]+?) +(\d+)%", text, re.MULTILINE) for text in runs]
+    assert shares[0] == shares[1]
+    assert int(dict(shares[0])["from the store"]) > 60
+    sums = [float(re.search(r"scores: ([\d.]+)", text)[1]) for text in runs]
+    assert sums[1] == pytest.approx(sums[0], rel=1e-5)

@@ -85,6 +85,36 @@ def test_curvature_block(tmp_path, monkeypatch):
     assert (tmp_path / "fit" / "fit.safetensors").is_file()
 
 
+def test_store_block(tmp_path, monkeypatch):
+    """Twice, as a user runs it: the second run reads what is there."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import gradtrail
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=20, bos_token_id=0, eos_token_id=0
+    )
+    rows = [{"input_ids": (ids := torch.randint(0, 20, (5,))), "labels": ids} for _ in range(6)]
+    names = {"model": GPT2LMHeadModel(config), "train": rows[:4], "query": rows[4:]}
+    names["gradtrail"] = gradtrail
+    found = []
+    for _ in range(2):
+        exec(compile(BLOCKS[3], "README.md", "exec"), names)
+        found.append([names["scores"].values, names["best"].values, names["own"]])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert names["ready"].mode == "read"
+    assert names["best"].values.shape == (2, 4)
+
+
+def test_tables_are_whole():
+    """No line between the rows of a table, which would end it."""
+    text = (ROOT / "README.md").read_text()
+    assert re.search(r"^\|.*\n\n\|", text, re.MULTILINE) is None
+    assert "| `trak` |" in text
+
+
 def test_tools_block():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -100,6 +130,6 @@ def test_tools_block():
     names = {"model": model, "batch": batch, "train": rows, "query": rows[:1], "loader": [batch]}
     names["gradtrail"] = gradtrail
     with pytest.warns(gradtrail.GradTrailWarning, match=r"transformer\.wpe"):
-        exec(compile(BLOCKS[3], "README.md", "exec"), names)
+        exec(compile(BLOCKS[4], "README.md", "exec"), names)
     assert names["manager"].last.layers
     assert len(names["manager"].last.ids) == 3

@@ -34,7 +34,7 @@ from storing import (
     values,
 )
 
-from gradtrail import GradientStore
+from gradtrail import GradientStore, StoreError
 from gradtrail.store import BackgroundWriter, StepStore
 
 NUM_BLOCKS = 16
@@ -428,6 +428,12 @@ def test_journal_cut_at_every_byte(references, place):
         shutil.copytree(reference, store)
         journal(store).write_bytes(whole[:at])
         before = listing(store)
+        if at < ends[0]:  # no kill leaves this: the first line is there before the first shard
+            for mode in ("read", "resume"):
+                with pytest.raises(StoreError, match="Nothing was deleted"):
+                    GradientStore(store, mode=mode)
+            assert before.items() <= listing(store).items()
+            continue
         count = check_between(store, "synchronous")
         assert count == len(journalled_steps(store))
         assert listing(store) == before

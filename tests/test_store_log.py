@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import store_rank_checks
 import torch
 from processes import Workers
 from safetensors import safe_open
@@ -600,7 +601,9 @@ LIMITED = """
         try:
             store.append(block(step))
         except OSError as error:
-            refused.append((step, error.errno, "What was stored before is kept" in str(error)))
+            kept = "2 blocks with 2 rows that were stored before, up to step 1, are kept there"
+            told = kept in str(error) and "mode='resume'" in str(error)
+            refused.append((step, error.errno, told and "make the same call" in str(error)))
     assert [step for step, *_ in refused] == [2, 3], refused
     assert all(number == 27 and told for _, number, told in refused), refused
     assert store.ids == (0, 1)
@@ -633,7 +636,9 @@ def test_a_shard_that_cannot_be_closed_fails_the_store_and_keeps_the_rest(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        with pytest.raises(OSError, match="1 blocks could not be written") as info:
+        with pytest.raises(
+            OSError, match="1 blocks could not be written .* 2 rows that .* same training"
+        ) as info:
             store.flush()
     assert info.value.errno == errno.ENOSPC
     assert store.steps == (0, 0)
@@ -714,8 +719,13 @@ def test_what_all_ranks_wrote_is_read_as_one_store(workers, tmp_path):
             assert gradient.values_bd.tolist() == [[float(stored.block.ids[0])] * 3]
     for found in workers.try_run("write", path=str(folder), mode="create", steps=[0]):
         assert "must hold no store" in found["error"]
-    with pytest.raises(StoreError, match="world_size must be that of the store, got 1 where"):
-        GradientStore(folder, mode="resume")
+    with GradientStore(folder, mode="resume") as store:  # one process goes on beside two journals
+        assert len(store) == 8
+        store.append(store_rank_checks.block(3, 12))
+    assert workers.run("write", path=str(folder), mode="resume", steps=[4]) == [[9, 11]] * 2
+    with GradientStore(folder, mode="read") as store:
+        store.verify()
+        assert store.ids == (0, 1, 2, 3, 8, 9, 10, 11, 12, 16, 17, 18, 19)
     assert workers.run("write", path=str(folder), mode="overwrite", steps=[5]) == [[0, 2]] * 2
     with GradientStore(folder, mode="read") as store:
         assert store.ids == (20, 21, 22, 23)

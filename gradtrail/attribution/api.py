@@ -33,6 +33,7 @@ from gradtrail.attribution.setup import (
     check_ranks,
     ids_of,
     make_session,
+    of_model,
     padding_id,
     recorded_options,
 )
@@ -108,8 +109,8 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
         model: The trained model.
         train: Training examples, ``n`` rows.
         query: Queries, ``q`` rows, or a source that brings its own loss.
-        method: ``"graddot"``, ``"gradcos"``, ``"tracin"``, ``"kfac"``, ``"ekfac"`` or an
-            attributor.
+        method: ``"graddot"``, ``"gradcos"``, ``"tracin"``, ``"kfac"``, ``"ekfac"``, ``"trak"``,
+            ``"less"`` or an attributor; ``"adamw"`` and ``"dvemb"`` take stores of a training run.
         loss: ``(model, batch) -> [b]``, one summed loss an example; None infers it.
         query_loss: The queries' own loss; None means ``loss``.
         loss_reduction: How a loss that returns a scalar was reduced.
@@ -142,7 +143,6 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     """
     name, attributor, over_checkpoints = make_method(method, method_options)
     check_choice("granularity", granularity, ("example", "token"))
-    check_choice("gather", gather, ("all", "rank0"))
     check_positive("batch_size", batch_size)
     model = inner_model(model)
     pad = padding_id(model)
@@ -163,21 +163,15 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=progress)
-    check_ranks(session, attributor, checkpoints, task)
+    check_ranks(session, attributor, checkpoints, task, gather)
+    points = (checkpoints, checkpoint_weights)
     with in_step("attribute", model, call_of(session, attributor, task)):
-        values, lengths = score_checkpoints(
-            session,
-            attributor,
-            checkpoints,
-            checkpoint_weights,
-            lambda: _score(session, attributor, task, kept, gather),
-        )
-        options = recorded_options(session, attributor, task, checkpoints, checkpoint_weights)
+        score = partial(_score, session, attributor, task, kept, gather)
+        values, lengths = score_checkpoints(session, attributor, *points, score)
+        options = recorded_options(session, attributor, task, *points)
     if gather == "rank0" and not is_main():
         return None
-    make = partial(
-        _result, name=name, task=task, coverage=session.selection.coverage, lengths=lengths
-    )
+    make = partial(_result, name=name, task=task, session=session, lengths=lengths)
     return _results(values, attributor.sweep, options, make)
 
 
@@ -256,7 +250,8 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
                 warn_not_finite(values, session, (rows, resolved))
         return values, None
 
-    with in_step("self_influence", model, {"train": len(rows), "method": name}):
+    call = {**of_model(session), "train": len(rows), "method": name}
+    with in_step("self_influence", model, call):
         total, _ = score_checkpoints(session, attributor, checkpoints, checkpoint_weights, score)
     return total.float()
 
@@ -329,7 +324,7 @@ def _result(
     *,
     name: str,
     task: Task,
-    coverage: Coverage,
+    session: Session,
     lengths: Tensor | None,
     options: dict[str, Any],
 ) -> AttributionScores:
@@ -340,7 +335,7 @@ def _result(
         ids_of(len(task.query)),
         name,
         options,
-        coverage,
+        session.selection.coverage,
         lengths if task.per_token else None,
     )
 

@@ -106,7 +106,7 @@ class AbstractBoundAttributor(abc.ABC):
         checkpoints: Sequence[Checkpoint] | None = None,
         checkpoint_weights: Sequence[float] | None = None,
         **options: Any,  # noqa: ANN401
-    ) -> AttributionScores | dict[float, AttributionScores]:
+    ) -> AttributionScores | dict[float, AttributionScores] | None:
         """Score every training example against every query.
 
         Args:
@@ -115,13 +115,13 @@ class AbstractBoundAttributor(abc.ABC):
             granularity: ``"token"`` gives one share a position.
             checkpoints: As in ``attribute``; a curvature is fitted for each.
             checkpoint_weights: One factor a checkpoint.
-            **options: Options of the method, and ``gradient_cache_residency`` with what goes with
-                it.
+            **options: Options of the method, ``gather``, and ``gradient_cache_residency`` with
+                what goes with it.
 
         Returns:
             Scores ``[n, q]``; with ``damping_sweep`` one result a damping.
         """
-        kept = _taken(options, _KEPT)
+        kept = _taken(options, (*_KEPT, "gather"))
         return attribute(
             self.model,
             train,

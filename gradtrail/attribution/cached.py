@@ -20,9 +20,9 @@ from gradtrail.attribution.losses import Loss, LossReduction, resolve_loss
 from gradtrail.attribution.method import AbstractAttributor, make_method
 from gradtrail.attribution.query_source import SourceRows, as_queries, query_loss_of
 from gradtrail.attribution.session import Session
-from gradtrail.attribution.setup import as_projection, make_session, padding_id
+from gradtrail.attribution.setup import as_projection, make_session, of_model, padding_id
 from gradtrail.attribution.shares import in_step, inner_model
-from gradtrail.distributed import barrier, world_size
+from gradtrail.distributed import world_size
 from gradtrail.factors import Projection
 from gradtrail.hooks import LayerChoice, select_layers
 from gradtrail.options import check_choice, check_positive
@@ -71,8 +71,9 @@ def cache(  # noqa: PLR0913  # the one-call entry point
 
     The stores lie in ``cache_dir/train`` and ``cache_dir/query``; ``attribute_from_cache`` and
     ``search`` score them without the model, and ``attribute`` with the same ``cache_dir`` reads the
-    training side. The same call goes on after a kill at any instant: rows that are stored are not
-    run again, and where all are, no forward runs. Before anything runs, weights and data are
+    training side. The same call goes on after a kill at any instant: rows are stored for good every
+    60 seconds and whenever 64 MiB have come together, those are not run again, and where all are,
+    no forward runs. Before anything runs, weights and data are
     digested (the rows are read once more for that, without the model); a folder that holds
     gradients of other weights, data or options is refused. Batches of a later call may be of
     another size: stored blocks keep theirs.
@@ -87,7 +88,8 @@ def cache(  # noqa: PLR0913  # the one-call entry point
         train: Training examples.
         query: Queries, a source of them, or None to capture training examples only.
         cache_dir: Folder of the stores.
-        method: As in ``attribute``; decides which layers are captured.
+        method: As in ``attribute``; decides which layers are captured: all for ``"graddot"``, which
+            serves every method, those with Kronecker structure for ``"kfac"`` and ``"ekfac"``.
         loss: As in ``attribute``.
         query_loss: The queries' own loss; None means ``loss``.
         loss_reduction: As in ``attribute``.
@@ -132,23 +134,13 @@ def cache(  # noqa: PLR0913  # the one-call entry point
     _refuse_source(sides)
     places = {side: Path(cache_dir) / side for side in sides}
     watch = _watch(covariances, name, attributor, session)
-    call: dict[str, Any] = {side: len(data.rows) for side, data in sides.items()}
-    call |= {"method": name, "capture": capture}
-    with in_step("cache", model, call), ExitStack() as stack:
-        caches = {
-            side: stack.enter_context(
-                opened_store(
-                    session,
-                    (data.rows.share(), data.loss),
-                    data.batch_size,
-                    CacheOptions(residency="disk", folder=places[side], **options),
-                    covariances=side == "train" and watch is not None,
-                )
-            )
-            for side, data in sides.items()
-        }
-        _fill(session, sides, caches, watch)
-    barrier("stored gradients")
+    stored = {
+        side: CacheOptions(residency="disk", folder=place, **options)
+        for side, place in places.items()
+    }
+    call = {**of_model(session), "method": name, "capture": capture}
+    with in_step("cache", model, call | {side: len(data.rows) for side, data in sides.items()}):
+        _capture(session, sides, stored, watch)
     found = {side: GradientStore(place, mode="read") for side, place in places.items()}
     return CachedGradients(found["train"], found.get("query"))
 
@@ -159,6 +151,29 @@ class _Side(NamedTuple):
     rows: Rows
     loss: Loss
     batch_size: int
+
+
+def _capture(
+    session: Session,
+    sides: Mapping[str, _Side],
+    options: Mapping[str, CacheOptions],
+    watch: CovarianceWatch | None,
+) -> None:
+    """Open the stores, capture what is missing and close them, on every rank."""
+    with ExitStack() as stack:
+        caches = {
+            side: stack.enter_context(
+                opened_store(
+                    session,
+                    (data.rows.share(), data.loss),
+                    data.batch_size,
+                    options[side],
+                    covariances=side == "train" and watch is not None,
+                )
+            )
+            for side, data in sides.items()
+        }
+        _fill(session, dict(sides), caches, watch)
 
 
 def _refuse_source(sides: Mapping[str, _Side]) -> None:

@@ -32,6 +32,7 @@ _COMPARED = (
     "data_digest",
 )
 _SHOWN = 3
+_WORDS = {"checkpoint_digest": "other weights: ", "data_digest": "other data: "}
 
 
 def identity_of(
@@ -142,10 +143,18 @@ def refuse_other(store: GradientStore, facts: Mapping[str, Any], options: CacheO
     for field, value in here.items():
         if there[field] != value:
             old, new = _difference(there[field], value)
+            also = _counts(store, facts) if field == "data_digest" else ""
             raise StoreError(
-                f"cache_dir must hold gradients of this call, got {str(store.path)!r} with {field} "
-                f"{old}, and {new} here. Pass another folder, or delete that one."
+                f"cache_dir must hold gradients of this call, got {str(store.path)!r} with "
+                f"{_WORDS.get(field, '')}{field} {old}, and {new} here{also}. Pass another folder, "
+                "or delete that one."
             )
+
+
+def _counts(store: GradientStore, facts: Mapping[str, Any]) -> str:
+    """Say of how many rows two data sets are."""
+    there, here = store.facts.extra.get("num_rows"), facts["extra"]["num_rows"]
+    return f": {there} rows there and {here} here" if there != here else f": {here} rows in both"
 
 
 def _name(dtype: object) -> str | None:

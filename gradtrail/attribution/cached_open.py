@@ -21,6 +21,7 @@ from gradtrail.attribution.stored import attached_covariances
 from gradtrail.distributed import broadcast_json, guarded
 from gradtrail.errors import StoreError
 from gradtrail.store import GradientStore
+from gradtrail.store.manifest import MANIFEST, is_store
 
 __all__ = [
     "checkpoint_folder",
@@ -178,7 +179,12 @@ def _store(
     folder, dtype = options.folder, options.dtype
     if folder is None:
         return GradientStore(residency=options.residency, dtype=dtype)
-    is_there = broadcast_json((folder / "manifest.json").exists())
+    is_there, is_inside = broadcast_json([(folder / MANIFEST).exists(), is_store(folder.parent)])
+    if is_inside:
+        raise StoreError(
+            f"cache_dir must be a folder that stores are made in, got the store "
+            f"{str(folder.parent)!r} itself. Pass the folder that it lies in, or another one."
+        )
     if is_there:
         with guarded("reading a store"), ExitStack() as undo:  # nobody writes before all have read
             store = GradientStore(folder, residency=options.residency, mode="read")

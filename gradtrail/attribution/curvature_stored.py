@@ -89,7 +89,8 @@ def choose_stored_curvature(
             else:
                 treatments[name] = "dense"
     refuse_wide(wide, rules.max_factor_dim)
-    if not stored.covered and stored.projection is None:
+    if not stored.covered and (stored.projection is None or not treatments):
+        # of projected layers some are written out whatever they are: only none at all tells
         _refuse_written([name for name in dropped if _may_be_linear(stored.layers[name])])
     refuse_none(treatments, dropped)
     if tell and rules.non_kronecker == "direct":
@@ -123,6 +124,7 @@ def _refuse_written(names: Sequence[str]) -> None:
         raise CurvatureError(
             f"Layers of a store must hold factors, or covariances that cover every row that is "
             f"read, got gradients written out and none for {', '.join(names[:5])}. Read all steps "
-            "of a store that was captured with covariances, capture with capture='factored', or "
-            "leave these layers out with exclude=."
+            "of a store that was captured with covariances: cache(method='ekfac') keeps them, and "
+            "so does KroneckerCovarianceCallback beside OffloadCallback. Or capture with "
+            "capture='factored', or leave these layers out with exclude=."
         )

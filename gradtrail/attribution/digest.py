@@ -115,7 +115,9 @@ class DataDigest:
         """32 hexadecimal digits; of shares, the digest of all rows, and every rank must ask."""
         if self._share is None:
             return self._digest.hexdigest()
-        own = torch.tensor(list(self._share), dtype=torch.uint8)
+        own = torch.empty(0, dtype=torch.uint8)
+        if self._share:
+            own = torch.frombuffer(self._share, dtype=torch.uint8)
         joined = gather_rows(own, what="content ids")
         return hashlib.blake2b(joined.numpy().tobytes(), digest_size=16).hexdigest()
 

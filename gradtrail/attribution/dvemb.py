@@ -180,7 +180,7 @@ class DVEmbMethod(AbstractStoredMethod):
             )
         rate = record.spread(record.options("lr"))
         decay = None
-        if self.weight_decay:
+        if self.weight_decay and record.is_reached:  # others are left alone by the optimizer
             left = 1 - rate * record.spread(record.options("weight_decay"))
             decay = left.to(record.like)
         return GradientLayerStep(record.filled(rate), decay)

@@ -13,7 +13,12 @@ from gradtrail.attribution.method import AbstractAttributor, Task, make_method
 from gradtrail.attribution.scores import AttributionScores, TopK
 from gradtrail.attribution.shares import in_step, joined_scores
 from gradtrail.attribution.stored import StoredRows
-from gradtrail.attribution.stored_model import LayerNames, preconditioned_by
+from gradtrail.attribution.stored_model import (
+    LayerNames,
+    directions_of,
+    preconditioned_by,
+    tell_directions,
+)
 from gradtrail.attribution.stored_session import (
     OpenStores,
     StoreReading,
@@ -90,8 +95,10 @@ def attribute_from_cache(  # noqa: PLR0913  # the one-call entry point
         seed=seed,
     )
     _refuse_checkpoints(name)
-    _check_options(attributor, reading, top_k, granularity, optimizer_states)
+    _check_options((name, attributor), reading, top_k, granularity, optimizer_states)
     opened = open_stores(train_store, query_store, attributor, reading)
+    if not isinstance(attributor, AbstractStoredMethod):
+        tell_directions(train_store, name)
     call = {**_call_of(opened, attributor), "top_k": top_k, "granularity": granularity}
     with in_step("attribute_from_cache", None, call):
         values, second = _scores(opened, attributor, optimizer_states, top_k, granularity)
@@ -151,6 +158,7 @@ def self_influence_from_cache(  # noqa: PLR0913  # the one-call entry point
         seed=seed,
     )
     opened = open_stores(train_store, None, attributor, reading)
+    tell_directions(train_store, name)
     loss = stored_loss(train_store)
     own = opened.train.share_records() if attributor.shares_rows else opened.train
     with in_step("self_influence_from_cache", None, _call_of(opened, attributor)):
@@ -170,7 +178,7 @@ def _refuse_checkpoints(name: str) -> None:
 
 
 def _check_options(
-    attributor: AbstractAttributor,
+    named: tuple[str, AbstractAttributor],
     reading: StoreReading,
     top_k: int | None,
     granularity: str,
@@ -179,7 +187,7 @@ def _check_options(
     """Refuse options that do not go together, or would do nothing.
 
     Args:
-        attributor: The method.
+        named: The method as the user named it, and itself.
         reading: What is read.
         top_k: How many scores a query are kept, or None.
         granularity: One score an example or a position.
@@ -187,7 +195,9 @@ def _check_options(
 
     Raises:
         ValueError: If there is one.
+        TypeError: If ``optimizer_states`` is no store.
     """
+    name, attributor = named
     check_choice("granularity", granularity, ("example", "token"))
     sweeps = isinstance(attributor, AbstractStoredMethod)
     if top_k is not None:
@@ -195,18 +205,21 @@ def _check_options(
         if granularity == "token":
             raise ValueError("top_k must be None with granularity='token', got both. Choose one.")
     if sweeps and granularity == "token":
-        raise ValueError(
-            f"granularity must be 'example' with method {attributor.name!r}, got 'token'."
-        )
+        raise ValueError(f"granularity must be 'example' with method {name!r}, got 'token'.")
     if sweeps and reading.batch_size is not None:
         raise ValueError(
-            f"batch_size must be None with method {attributor.name!r}, which reads a step at a "
-            f"time, got {reading.batch_size}."
+            f"batch_size must be None with method {name!r}, which reads a step at a time, got "
+            f"{reading.batch_size}."
         )
     if optimizer_states is not None and not sweeps:
         raise ValueError(
-            "optimizer_states must go with a method that reads them, got method "
-            f"{attributor.name!r}. Leave it out."
+            f"optimizer_states must go with a method that reads them, got method {name!r}. Leave "
+            "it out."
+        )
+    if optimizer_states is not None and not isinstance(optimizer_states, StepStore):
+        raise TypeError(
+            f"optimizer_states must be a StepStore, got {optimizer_states!r:.200}. Open its folder "
+            "with StepStore(path, mode='read')."
         )
 
 
@@ -284,6 +297,7 @@ def _recorded(
         "projection": train.facts.projection,
         "selected_steps": None if steps is None else list(steps),
         "dtype": None if train.dtype is None else str(train.dtype).removeprefix("torch."),
+        "gradients": directions_of(train),
         "preconditioned": preconditioned_by(query),
         **opened.session.notes,
         **opened.session.digests(),

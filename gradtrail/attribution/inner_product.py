@@ -9,7 +9,7 @@ Suffixes: n training example, b example of a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,21 +40,19 @@ class InnerProductAttributor(AbstractAttributor):
     r"""Scores :math:`\langle G_n, G_q \rangle`, summed over layers.
 
     Attributes:
+        shares_rows: True: each of many processes scores its share.
         normalize: ``"train"`` divides by the norm of the training gradient over all layers
             together, ``"both"`` by both norms (a cosine; a zero gradient scores 0), None by
             nothing.
     """
+
+    shares_rows: ClassVar[bool] = True
 
     normalize: Literal["train", "both"] | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
         check_choice("normalize", self.normalize, (None, "train", "both"))
-
-    @property
-    def shares_rows(self) -> bool:
-        """Every process may score its share."""
-        return True
 
     def choose_stored(self, stored: StoredModel, rows: StoredRows) -> StoredModel:
         """Take every layer; of preconditioned queries the norm is not known.

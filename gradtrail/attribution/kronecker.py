@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class KroneckerMethod(AbstractAttributor):
     """Options of ``"kfac"`` and ``"ekfac"``.
 
     Attributes:
+        shares_rows: True: each of many processes scores its share.
         corrected: Whether the eigenvalues are corrected in the eigenbasis (EK-FAC).
         damping: What is added to each spectrum; None means 0.1 of its mean eigenvalue, and 1.0 of
             the Gauss-Newton matrix's with ``refine="cg"``.
@@ -76,6 +77,8 @@ class KroneckerMethod(AbstractAttributor):
             third of the free memory (of stored ones: none), 0: none are kept.
         memory: Where a fit is remembered between calls, or None.
     """
+
+    shares_rows: ClassVar[bool] = True
 
     corrected: bool
     damping: float | None = None
@@ -150,11 +153,6 @@ class KroneckerMethod(AbstractAttributor):
     def name(self) -> str:
         """The registered name."""
         return "ekfac" if self.corrected else "kfac"
-
-    @property
-    def shares_rows(self) -> bool:
-        """Every process may score its share."""
-        return True
 
     @property
     def ensemble(self) -> bool:

@@ -13,7 +13,14 @@ from gradtrail.attribution.fit_memory import FitMemory
 from gradtrail.attribution.kronecker import KroneckerMethod
 from gradtrail.attribution.losses import resolve_loss
 from gradtrail.attribution.method import METHODS, make_method
-from gradtrail.attribution.setup import as_projection, make_session, padding_id
+from gradtrail.attribution.setup import (
+    as_projection,
+    check_ranks,
+    make_session,
+    of_model,
+    padding_id,
+)
+from gradtrail.attribution.shares import in_step, inner_model
 from gradtrail.hooks import select_layers
 from gradtrail.kronecker import KroneckerFit
 
@@ -66,22 +73,28 @@ class KroneckerAttributor(AbstractBoundAttributor):
             ValueError: If there are no training examples.
         """
         method, own = self._bound(options), self._options
-        rows = as_rows(train, "train", own["collate_fn"], padding_id(self.model))
+        model = inner_model(self.model)
+        rows = as_rows(train, "train", own["collate_fn"], padding_id(model))
         if not len(rows):
             raise ValueError("train must hold at least one example to fit on, got none.")
         loss = resolve_loss(own["loss"], own["loss_reduction"])
-        selection = select_layers(self.model, layers=own["layers"], exclude=own["exclude"])
+        selection = select_layers(model, layers=own["layers"], exclude=own["exclude"])
         projection = as_projection(own["projection"], own["seed"])
-        selection = method.choose(self.model, selection, projection)
+        selection = method.choose(model, selection, projection)
         session = make_session(
-            self.model,
+            model,
             selection,
             own["device"],
             projection,
             own["seed"],
             progress=own["progress"],
         )
-        with method.run(session, rows, loss, own["batch_size"]) as run:
+        check_ranks(session, method)
+        call = {**of_model(session), "train": len(rows), "method": method.name}
+        with (
+            in_step("fit", model, call),
+            method.run(session, rows.share(), loss, own["batch_size"]) as run,
+        ):
             found = run.find_fit()
             if found is None:
                 with session.opened(rows, loss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -30,12 +31,14 @@ class LayerMeasure:
         groups: Groups of a layer with Kronecker structure, 0 of another.
         sides: Output and input side of a group, with the bias's constant.
         reads: Which input it reads; layers that share one have the same number.
+        item: Bytes of a number that is summed over examples.
     """
 
     entries: int
     groups: int
     sides: tuple[int, int]
     reads: int
+    item: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +142,26 @@ class Measures:
             groups = first.groups
             width = first.activation_bsi.shape[2] // groups + int(first.has_bias)
             sides = (first.output_gradient_bso.shape[2] // groups, width)
-        self.layers[name] = LayerMeasure(dense_size(gradient), groups, sides, id(tensors[0]))
+        item = accumulation_dtype(tensors[0].dtype).itemsize
+        self.layers[name] = LayerMeasure(dense_size(gradient), groups, sides, id(tensors[0]), item)
+
+    def covariance_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of covariances of some layers; those that share an input share its covariance.
+
+        Args:
+            names: The layers, which have Kronecker structure.
+
+        Returns:
+            The bytes.
+        """
+        total, inputs = 0, set()
+        for layer in (self.layers[name] for name in names if name in self.layers):
+            o, i = layer.sides
+            total += layer.groups * layer.item * o * o
+            if layer.reads not in inputs:
+                total += layer.groups * layer.item * i * i
+            inputs.add(layer.reads)
+        return total
 
     def _add_stored(self, place: Batch, name: str, gradient: LayerGradient) -> None:
         """Add what all training examples' gradients of a layer will take in a cache."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -56,7 +56,14 @@ class Task:
 
 
 class AbstractAttributor(abc.ABC):
-    """A method with its options; it scores inside an open session."""
+    """A method with its options; it scores inside an open session.
+
+    Attributes:
+        shares_rows: Whether every one of many processes may score its share of the training
+            examples.
+    """
+
+    shares_rows: ClassVar[bool] = False
 
     @abc.abstractmethod
     def score(self, session: Session, task: Task) -> tuple[Tensor, Tensor | None]:
@@ -136,11 +143,6 @@ class AbstractAttributor(abc.ABC):
         return Demands(query_bytes=measures.query_bytes)
 
     @property
-    def shares_rows(self) -> bool:
-        """Whether every one of many processes may score its share of the training examples."""
-        return False
-
-    @property
     def ensemble(self) -> bool:
         """Whether scores of several checkpoints are brought to one scale and averaged."""
         return False
@@ -184,6 +186,13 @@ class MethodEntry:
 
 
 METHODS: dict[str, MethodEntry] = {}
+
+_ELSEWHERE = {  # options that entry points name otherwise, or only a store has
+    "dtype": "attribute() and plan() call it cache_dtype",
+    "cache_dtype": "cache() calls it dtype",
+    "shard_bytes": "an option of GradientStore alone",
+    "mode": "an option of GradientStore alone",
+}
 
 
 def refuse_preconditioned(stored: StoredModel, what: str) -> None:
@@ -241,7 +250,9 @@ def make_method(
     allowed = [f.name for f in fields(entry.build) if f.name not in entry.preset]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        near = "; ".join(f"{name}: {near_names(name, allowed)}" for name in unknown[:3])
+        near = "; ".join(
+            f"{name}: {_ELSEWHERE.get(name) or near_names(name, allowed)}" for name in unknown[:3]
+        )
         raise ValueError(
             f"options of method {method!r} must be among {allowed}, got {unknown}. Near: {near}."
         )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gradtrail.attribution.cached_covariances import watch_for
 from gradtrail.attribution.cached_form import KeptForm
 from gradtrail.attribution.cached_open import refuse_budget
 from gradtrail.attribution.cached_options import (
@@ -61,6 +62,9 @@ class Plan:
             lie; 0 without a cache.
         store_on: ``"memory"``, ``"disk"`` or ``"tiered"``; None without a cache.
         forms: Form each layer is kept in, ``"factored"`` or ``"materialized"``.
+        covariance_bytes: Bytes of the covariances that ``cache`` keeps beside the gradients.
+            ``attribute`` keeps them only with another ``capture`` than ``"factored"``, and then
+            they are counted above.
     """
 
     method: str
@@ -80,6 +84,7 @@ class Plan:
     store_bytes: int = 0
     store_on: CacheResidency | None = None
     forms: Mapping[str, str] = field(default_factory=dict)
+    covariance_bytes: int = 0
 
     def __str__(self) -> str:
         """The figures in words."""
@@ -115,8 +120,14 @@ class Plan:
         place = {"memory": "in memory", "disk": "on disk", "tiered": "in memory and on disk"}
         return [
             f"store: {_size(self.store_bytes)} of training gradients {place[self.store_on]} "
-            f"(layers: {forms or 'none'})"
+            f"(layers: {forms or 'none'})" + self._covariances()
         ]
+
+    def _covariances(self) -> str:
+        """What lies beside a cache, in words; nothing for a method without covariances."""
+        if not self.covariance_bytes:
+            return ""
+        return f"; {_size(self.covariance_bytes)} of covariances where cache() fills it"
 
     def _curvature(self) -> str:
         """What a curvature adds, in words; nothing for a method without one."""
@@ -186,9 +197,7 @@ def plan(  # noqa: PLR0913  # the one-call entry point
     check_choice("granularity", granularity, ("example", "token"))
     check_positive("batch_size", batch_size)
     caching = (gradient_cache_residency, cache_dir, capture, cache_dtype)
-    cache = cache_options(*caching, per_token=granularity == "token")
-    if cache is not None:
-        refuse_budget(attributor)
+    cache = _checked_cache(attributor, caching, per_token=granularity == "token")
     points = 1 if checkpoints is None else len(weights_of(checkpoints, checkpoint_weights))
     pad = padding_id(model)
     rows = as_rows(train, "train", collate_fn, pad)
@@ -214,7 +223,18 @@ def plan(  # noqa: PLR0913  # the one-call entry point
     planned = _planned(name, meter, needs, values, points, session.selection.coverage)
     if cache is None:
         return planned
+    planned = replace(planned, covariance_bytes=_covariances(attributor, session, meter))
     return _with_store(planned, meter, cache, points, min(batch_size, len(rows)))
+
+
+def _checked_cache(
+    attributor: AbstractAttributor, caching: tuple[Any, Any, Any, Any], *, per_token: bool
+) -> CacheOptions | None:
+    """Read the options of a cache, or None where there is none."""
+    cache = cache_options(*caching, per_token=per_token)
+    if cache is not None:
+        refuse_budget(attributor)
+    return cache
 
 
 def _measure(
@@ -237,6 +257,8 @@ def _with_store(
     held = fits[cache.residency]
     queued = 0 if cache.residency == "memory" else min(size, _QUEUE)
     written = {"memory": 0, "disk": size, "tiered": size if cache.folder else size - held}
+    beside = planned.covariance_bytes if cache.capture != "factored" else 0
+    on_disk = cache.residency != "memory"
     waiting = size * batch // max(1, meter.num_train)
     forms = {
         name: "materialized" if out else "factored" for name, out in meter.kept.written.items()
@@ -244,12 +266,21 @@ def _with_store(
     return replace(
         planned,
         device_bytes=planned.device_bytes + waiting,
-        host_bytes=planned.host_bytes + held + queued,
-        disk_bytes=planned.disk_bytes + written[cache.residency] * stays,
+        host_bytes=planned.host_bytes + held + queued + (0 if on_disk else beside),
+        disk_bytes=planned.disk_bytes
+        + (written[cache.residency] + (beside if on_disk else 0)) * stays,
         store_bytes=size,
         store_on=cache.residency,
         forms=forms,
     )
+
+
+def _covariances(attributor: AbstractAttributor, session: Session, meter: Measures) -> int:
+    """Bytes of the covariances that a method fits with."""
+    if watch_for(attributor, session) is None:
+        return 0
+    kinds = attributor.treatments(session)
+    return meter.covariance_bytes(name for name, kind in kinds.items() if kind == "kronecker")
 
 
 def _planned(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from gradtrail.factors import GradientBlock, LayerGradient
 from gradtrail.kronecker import KroneckerFit
 from gradtrail.progress import progress_bar
 from gradtrail.store import GradientStore, StoredBlock
+from gradtrail.store.facts import check_same, make_facts
 
 __all__ = ["cache_preconditioned_query"]
 
@@ -56,8 +58,9 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
     Args:
         train_store: Gradients of training examples, which the curvature is of.
         query_store: Gradients of queries.
-        out: Folder of the new store, or a store to write to; one that holds some of the queries
-            already goes on behind them.
+        out: Folder of the new store, or a store to write to. One that holds some of the queries
+            already goes on behind them, and one that holds all is only read; one that was made
+            with another method or other options is refused.
         method: ``"kfac"``, ``"ekfac"`` or an object of theirs.
         selected_steps: Steps of the train store that the curvature is of; None means all.
         layers: As in ``attribute_from_cache``, like all that follow.
@@ -69,13 +72,13 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
         **method_options: Options of the method, such as ``damping``.
 
     Returns:
-        The store of queries, flushed and open.
+        The store of queries, flushed and open; for reading where a folder held all of them.
 
     Raises:
         ValueError: If there are many processes.
     """
-    _, attributor, _ = make_method(method, method_options)
-    _check_method(attributor)
+    name, attributor, _ = make_method(method, method_options)
+    _check_method(name, attributor)
     if world_size() > 1:
         raise ValueError(
             f"cache_preconditioned_query must be called in one process, got {world_size()}. What "
@@ -91,8 +94,12 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
         seed=seed,
     )
     opened = open_stores(train_store, query_store, attributor, reading)
-    store = out if isinstance(out, GradientStore) else GradientStore(out)
-    store.define(**_facts(opened, attributor))
+    facts = _facts(opened, attributor)
+    store = out if isinstance(out, GradientStore) else _opened(Path(out), facts, len(opened.query))
+    if store.mode != "read":
+        store.define(**facts)
+    if store.facts is not None and len(store) == len(opened.query):
+        return store
     run = attributor.run(opened.session, opened.train, stored_loss(train_store), opened.batch_size)
     with run:
         fit = run.make_fit()
@@ -106,10 +113,35 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
     return store
 
 
-def _check_method(attributor: AbstractAttributor) -> None:
+def _opened(folder: Path, facts: Mapping[str, Any], num_rows: int) -> GradientStore:
+    """Open a folder for reading where it holds all queries, so that several may use it at once.
+
+    Args:
+        folder: The folder.
+        facts: What its store must declare.
+        num_rows: How many queries there are.
+
+    Returns:
+        The store; one for writing where queries are missing.
+    """
+    if not (folder / "manifest.json").exists():
+        return GradientStore(folder)
+    with ExitStack() as undo:
+        store = GradientStore(folder, mode="read")
+        undo.callback(store.close)
+        if store.facts is not None:
+            check_same(folder, store.facts, make_facts(facts))
+            if len(store) == num_rows:
+                undo.pop_all()
+                return store
+    return GradientStore(folder, mode="resume")
+
+
+def _check_method(name: str, attributor: AbstractAttributor) -> None:
     """Refuse a method without a curvature, and options that inner products cannot express.
 
     Args:
+        name: The method as the user named it.
         attributor: The method.
 
     Raises:
@@ -117,8 +149,8 @@ def _check_method(attributor: AbstractAttributor) -> None:
     """
     if not isinstance(attributor, KroneckerMethod):
         raise ValueError(
-            f"method must have a curvature ('kfac' or 'ekfac'), got {attributor.name!r}. Other "
-            "queries need no preparation."
+            f"method must have a curvature ('kfac' or 'ekfac'), got {name!r}. Other queries need "
+            "no preparation."
         )
     for option in ("damping_sweep", "normalize"):
         value = getattr(attributor, option)
@@ -139,7 +171,11 @@ def _facts(opened: OpenStores, attributor: KroneckerMethod) -> dict[str, Any]:
         "selected_steps": None if steps is None else list(steps),
         "model_digest": session.digests()["model_digest"],
         "train_digest": opened.train.digest,
+        "query_digest": opened.query.digest,
+        "layers": list(opened.stored.layers),
     }
+    if query.facts.checkpoint_digest is None:  # of a training run: nothing else tells two apart
+        applied["runs"] = [opened.train.store.run, query.run]
     facts = asdict(query.facts)
     capture = "materialized" if attributor.corrected else "factored"
     extra = {

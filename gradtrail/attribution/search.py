@@ -17,7 +17,7 @@ from gradtrail.attribution.queries import QuerySide
 from gradtrail.attribution.scores import TopK
 from gradtrail.attribution.scoring import Scorer
 from gradtrail.attribution.stored import StoredRows
-from gradtrail.attribution.stored_model import LayerNames
+from gradtrail.attribution.stored_model import LayerNames, tell_directions
 from gradtrail.attribution.stored_session import (
     OpenStores,
     StoreReading,
@@ -84,6 +84,7 @@ def search(  # noqa: PLR0913  # a public entry point
         progress=False,
     )
     opened = open_stores(train_store, query_store, attributor, reading)
+    tell_directions(train_store, "search")
     size = batch_size or _joined_rows(opened.train)
     limit = query_budget(opened.session.device) // 2 if budget is None else budget
     parts = list(_parts(opened.query, limit))

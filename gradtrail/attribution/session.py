@@ -57,8 +57,8 @@ class Session:
         checkpoint: Number of the checkpoint in the model, or None.
         cache: Answers passes whose gradients are stored, or None.
         stored: The layers of the stores, in place of a model, or None.
-        is_shared: Whether every rank passes over its share of the training data.
         live: The pass that is open, or None.
+        is_shared: Whether every rank has passed over its share of the training data.
         notes: What a method wants recorded with its result, fit for JSON.
     """
 
@@ -71,8 +71,8 @@ class Session:
     checkpoint: int | None = None
     cache: AbstractPassCache | None = None
     stored: StoredModel | None = None
-    is_shared: bool = False
     live: LivePass | None = field(default=None, init=False)
+    is_shared: bool = field(default=False, init=False)
     notes: dict[str, Any] = field(default_factory=dict, init=False)
     _captured: int = field(default=0, init=False)
     _replays: bool = field(default=False, init=False)
@@ -138,6 +138,7 @@ class Session:
         request = CapturePass(
             rows=rows, loss=loss, batch_size=batch_size, phase=phase, sink=sink, done=done
         )
+        self.is_shared |= rows.whole is not None
         if isinstance(rows, StoredRows):
             digest = self._replay(request)
         elif self.cache is not None and self.cache.covers(request):
@@ -193,6 +194,7 @@ class Session:
         runs = [range(len(request.rows))] if runs is None else runs
         self._captured += sum(map(len, runs))
         is_share = request.rows.whole is not None
+        self.is_shared |= is_share
         digest = DataDigest(of_share=is_share)
         if is_share:
             self._share = digest

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradtrail.attribution.digest import model_digest
 from gradtrail.attribution.method import AbstractAttributor, Task
 from gradtrail.attribution.query_source import SourceRows
 from gradtrail.attribution.session import Session
+from gradtrail.attribution.shares import Gather
 from gradtrail.distributed import world_size
 from gradtrail.factors import Projection
 from gradtrail.hooks import Selection
 from gradtrail.hooks.wrapped import communicates
+from gradtrail.options import check_choice
 
 __all__ = [
     "as_projection",
@@ -22,6 +25,7 @@ __all__ = [
     "check_ranks",
     "ids_of",
     "make_session",
+    "of_model",
     "padding_id",
     "recorded_options",
 ]
@@ -63,15 +67,7 @@ def make_session(
         raise ValueError(
             f"device must be where the model is ({place}), got {wanted}. Move the model first."
         )
-    return Session(
-        model,
-        selection,
-        place,
-        as_projection(projection, seed),
-        progress,
-        seed,
-        is_shared=world_size() > 1,
-    )
+    return Session(model, selection, place, as_projection(projection, seed), progress, seed)
 
 
 def check_ranks(
@@ -79,6 +75,7 @@ def check_ranks(
     attributor: AbstractAttributor,
     checkpoints: Sequence[Any] | None = None,
     task: Task | None = None,
+    gather: Gather = "all",
 ) -> None:
     """Refuse what does not work in many processes.
 
@@ -87,10 +84,12 @@ def check_ranks(
         attributor: The method.
         checkpoints: The checkpoints, or None.
         task: What is to be scored, or None.
+        gather: Who receives the scores.
 
     Raises:
         ValueError: If something does not.
     """
+    check_choice("gather", gather, ("all", "rank0"))
     if world_size() == 1:
         return
     if not attributor.shares_rows:
@@ -118,7 +117,10 @@ def check_ranks(
 
 def call_of(session: Session, attributor: AbstractAttributor, task: Task) -> dict[str, Any]:
     """Give what of a call must be the same on every rank, by the name of the argument."""
+    if world_size() == 1:
+        return {}
     return {
+        **of_model(session),
         "train": len(task.train),
         "query": len(task.query),
         "method": attributor.name,
@@ -126,7 +128,14 @@ def call_of(session: Session, attributor: AbstractAttributor, task: Task) -> dic
         "layers": [unit.name for unit in session.selection.units],
         "batch_size": [task.batch_size, task.query_batch_size],
         "granularity": task.per_token,
+        "seed": session.seed,
     }
+
+
+def of_model(session: Session) -> dict[str, str]:
+    """Digest the weights that every rank must have, where it has all of them."""
+    is_cut = world_size() == 1 or communicates(session.model)
+    return {} if is_cut else {"model": model_digest(session.model)}
 
 
 def as_projection(projection: Projection | str | int | None, seed: int) -> Projection | None:

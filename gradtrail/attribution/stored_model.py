@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from gradtrail.errors import StoreError
+from gradtrail.errors import GradTrailWarning, StoreError
 from gradtrail.factors import Projection
 from gradtrail.hooks import Coverage, ParameterCoverage
 from gradtrail.options import near_names
@@ -20,10 +21,12 @@ __all__ = [
     "StoredModel",
     "check_pair",
     "check_readable",
+    "directions_of",
     "entries_of",
     "matching_names",
     "preconditioned_by",
     "stored_model",
+    "tell_directions",
 ]
 
 LayerNames: TypeAlias = str | Sequence[str] | None
@@ -96,16 +99,17 @@ def check_pair(train: GradientStore, query: GradientStore) -> None:
         check_readable(store, option)
     if PRECONDITIONED in train.facts.extra:
         raise StoreError(
-            "train_store must hold gradients as they were captured, got preconditioned queries "
-            f"({train.facts.extra[PRECONDITIONED]}). Pass them as query_store."
+            "train_store must hold gradients as they were captured, got queries that method "
+            f"{preconditioned_by(train)['method']!r} was applied to. Pass them as query_store."
         )
     for name in _COMPARED:
         ours, theirs = getattr(train.facts, name), getattr(query.facts, name)
         unknown = name == "checkpoint_digest" and (ours is None or theirs is None)
         if ours != theirs and not unknown:
+            cause = " They are of other weights." if name == "checkpoint_digest" else ""
             raise StoreError(
                 f"train_store and query_store must have the same {name}, got {ours!r} and "
-                f"{theirs!r}. Capture both alike."
+                f"{theirs!r}.{cause} Capture both alike."
             )
 
 
@@ -191,6 +195,28 @@ def preconditioned_by(store: GradientStore) -> dict[str, Any] | None:
     return _json(store.facts, PRECONDITIONED)
 
 
+def directions_of(store: GradientStore) -> str | None:
+    """Tell of which optimizer's update directions a store is, or None where it is of gradients."""
+    return store.facts.extra.get("gradients")
+
+
+def tell_directions(store: GradientStore, method: str) -> None:
+    """Say that what is scored are an optimizer's directions where gradients are expected.
+
+    Args:
+        store: The training side.
+        method: What scores it.
+    """
+    directions = directions_of(store)
+    if directions is not None:
+        warnings.warn(
+            f"train_store holds {directions}: scores of {method!r} are of these in place of "
+            "gradients. method='less' takes their cosine with the queries' gradients.",
+            GradTrailWarning,
+            stacklevel=3,
+        )
+
+
 def matching_names(patterns: LayerNames, names: Iterable[str], option: str) -> set[str]:
     """Find the layers that glob patterns name; one that names a container takes what is in it.
 
@@ -244,10 +270,25 @@ def _check_sides(taken: set[str], train: GradientStore, query: GradientStore) ->
     for name in sorted(taken & set(train.layers) & set(query.layers)):
         one, two = train.layers[name], query.layers[name]
         if (one.shape, one.has_bias) != (two.shape, two.has_bias):
+            sides = [str(one.shape), str(two.shape)]
+            if one.shape == two.shape:
+                sides = ["a bias" if layer.has_bias else "no bias" for layer in (one, two)]
             raise StoreError(
-                f"Layer {name} must have one shape in both stores, got {one.shape} and "
-                f"{two.shape}, bias {one.has_bias} and {two.has_bias}."
+                f"Layer {name} must have one shape in both stores, got {sides[0]} in train_store "
+                f"and {sides[1]} in query_store. {_cause(train, query)}"
             )
+
+
+def _cause(train: GradientStore, query: GradientStore) -> str:
+    """Say why layers of two stores have unlike shapes, as far as the stores tell."""
+    mixed = directions_of(train) != directions_of(query)
+    projection = train.facts.projection
+    if mixed and projection is not None and projection["kind"] == "factored":
+        return (
+            "Update directions are projected as a whole and gradients by their two sides with kind "
+            "'factored'. Capture both with kind 'dense' or 'mask', or without a projection."
+        )
+    return "They are of models of other sizes. Capture both of one model."
 
 
 def _coverage(facts: StoreFacts, layers: Mapping[str, LayerFacts]) -> Coverage:

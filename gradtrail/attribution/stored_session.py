@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from gradtrail.attribution.stored_model import (
     check_readable,
     stored_model,
 )
-from gradtrail.distributed import world_size
 from gradtrail.options import check_positive
 from gradtrail.store import GradientStore
 
@@ -53,7 +52,16 @@ class StoreReading:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options.
+
+        Raises:
+            TypeError: If the steps are not several numbers.
+        """
+        steps = self.selected_steps
+        if steps is not None and (isinstance(steps, str) or not isinstance(steps, Iterable)):
+            raise TypeError(
+                f"selected_steps must be step numbers in a list, got {steps!r}. Pass [{steps!r}]."
+            )
         if self.batch_size is not None:
             check_positive("batch_size", self.batch_size)
 
@@ -107,7 +115,6 @@ def open_stores(
     session = Session(
         None, None, device, stored.projection, reading.progress, reading.seed, stored=stored
     )
-    session.is_shared = world_size() > 1 and attributor.shares_rows
     batch_size = reading.batch_size or _paying_batch_size(train, len(query))
     return OpenStores(session, stored, train, query, batch_size)
 

@@ -13,6 +13,7 @@ from gradtrail.callbacks import OffloadCallback, OptimizerStateCallback
 from gradtrail.store import GradientStore, StepStore, StoredBlock
 
 __all__ = [
+    "check_follows",
     "check_ids",
     "check_recorded",
     "check_records",
@@ -122,6 +123,41 @@ def check_ids(step: int, ids: Sequence[int | str], values: Mapping[str, Any]) ->
         )
 
 
+def check_follows(
+    earlier: tuple[int, Mapping[str, Any]],
+    later: tuple[int, Mapping[str, Any]],
+    *,
+    moments: bool,
+) -> None:
+    """Check that no step of the training lies between two that follow each other in the records.
+
+    Args:
+        earlier: Number of a step, and what is recorded of the optimizer.
+        later: The same of the next.
+        moments: Whether the second must start from the moments that the first left.
+
+    Raises:
+        ValueError: If one does, or the optimizer is not the one of the earlier step.
+    """
+    (number, before), (next_number, after) = earlier, later
+    between = sorted(set(range(number + 1, next_number)) - set(after.get("skipped", ())))
+    if between:
+        raise ValueError(
+            f"optimizer_states must hold every step from the first that is scored to the end, got "
+            f"nothing for {_spans(between)}, which no loss scaler skipped. Record them in the same "
+            f"training with {_STATES}, or score later steps with selected_steps."
+        )
+    for name, (_, made, _) in after["before"]["parameters"].items():
+        _, left, _ = before["after" if moments else "before"]["parameters"].get(name, (0, made, 0))
+        if made != left if moments else made > left + 1:
+            raise ValueError(
+                f"optimizer_states must be of one optimizer from step to step, got {name} with "
+                f"{left} updates {'after' if moments else 'before'} step {number} and {made} "
+                f"before step {next_number}. Record every step, and let a training that resumes "
+                "load its optimizer."
+            )
+
+
 def scale_of(step: int, stored: Sequence[StoredBlock], values: Mapping[str, Any]) -> list[Tensor]:
     """Give what the gradients of each block are divided by to be what is in the step's gradient.
 
@@ -213,10 +249,12 @@ def _check_states(method: str, states: StepStore | None, moments: Sequence[str])
             f"the model trains: {recipe}."
         )
     facts = states.facts or {}
-    if facts.get("recorder") != _STATES:
+    found = facts.get("recorder")
+    if found != _STATES:
+        what = f"one of {found!r}" if found else "one that nothing was recorded in"
         raise ValueError(
-            f"optimizer_states must be a StepStore that {_STATES} wrote, got one of "
-            f"{facts.get('recorder')!r}. Record with {recipe}."
+            f"optimizer_states must be a StepStore that {_STATES} wrote, got {what}. Record with "
+            f"{recipe}."
         )
     if moments and facts["moments"] not in (sides, "both"):
         raise ValueError(

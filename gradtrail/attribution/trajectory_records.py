@@ -17,6 +17,7 @@ from torch import Tensor
 from gradtrail.attribution.memory import free_bytes
 from gradtrail.attribution.trajectory import AbstractLayerStep, StepBlock, TrajectoryStep
 from gradtrail.attribution.trajectory_checks import (
+    check_follows,
     check_ids,
     check_steps,
     recorded_sizes,
@@ -51,6 +52,7 @@ class LayerRecord:
         values: The step's values, as ``OptimizerStateCallback`` writes them.
         tensors: The step's tensors.
         like: A gradient of the layer, for device and dtype.
+        is_reached: Whether an example of the step has a gradient of the layer.
     """
 
     parts: tuple[tuple[str, str, int], ...]
@@ -58,6 +60,7 @@ class LayerRecord:
     values: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     like: Tensor
+    is_reached: bool
 
     @property
     def kind(self) -> str:
@@ -173,9 +176,14 @@ class TrainingRecords:
             steps=self.steps, layers=names, device=self._task.device, reverse=reverse
         )
         groups = groupby(blocks, key=lambda stored: stored.block.step)
+        last = None
         with progress_bar("steps", len(self.steps), enabled=self._task.progress) as bar:
-            for (_, group), (_, tensors, values) in zip(groups, states, strict=True):
+            for (number, group), (_, tensors, values) in zip(groups, states, strict=True):
                 stored = list(group)[:: -1 if reverse else 1]
+                if last is not None:
+                    pair = (last, (number, values))[:: -1 if reverse else 1]
+                    check_follows(*pair, moments=self._moments)
+                last = number, values
                 yield self._step(stored, tensors, values, linearise)
                 del stored, group, tensors, values
                 bar.update(1)
@@ -195,10 +203,14 @@ class TrainingRecords:
             budget = self._budget // len(stored)
             rows = _CutLayers(block.block.layers, self._cuts, self._like, budget)
             blocks.append(StepBlock(rows, 1 / scales.to(self._like), self._rows.get(block.row)))
-        maps = {
-            name: linearise(LayerRecord(parts, self._cuts[name], values, tensors, self._like))
+        reached = {name for block in blocks for name in block.layers}
+        records = {
+            name: LayerRecord(
+                parts, self._cuts[name], values, tensors, self._like, is_reached=name in reached
+            )
             for name, parts in self._parts.items()
         }
+        maps = {name: linearise(record) for name, record in records.items()}
         return TrajectoryStep(number, tuple(blocks), maps, self._couplings)
 
 

@@ -213,10 +213,12 @@ def _check_steps(snapshots: StepStore, chosen: Sequence[int] | None) -> None:
         ValueError: If one is not recorded.
     """
     facts = snapshots.facts or {}
-    if facts.get("recorder") != _RECORDER:
+    found = facts.get("recorder")
+    if found != _RECORDER:
+        what = f"one of {found!r}" if found else "one that nothing was recorded in"
         raise ValueError(
-            f"snapshots must be a StepStore that {_RECORDER} wrote, got one of "
-            f"{facts.get('recorder')!r}. Record with {_RECORDER}(StepStore(...))."
+            f"snapshots must be a StepStore that {_RECORDER} wrote, got {what}. Record with "
+            f"{_RECORDER}(StepStore(...))."
         )
     absent = sorted(set(chosen or ()) - set(snapshots.steps))
     if absent:

@@ -25,6 +25,7 @@ from gradtrail.attribution.method import METHODS, AbstractAttributor, MethodEntr
 from gradtrail.attribution.scoring import Scorer
 from gradtrail.attribution.session import Batch, Session
 from gradtrail.attribution.stored import StoredRows
+from gradtrail.attribution.stored_model import entries_of
 from gradtrail.errors import CurvatureError
 from gradtrail.factors import (
     DenseGradient,
@@ -162,10 +163,10 @@ def solve_features(
         CurvatureError: If the matrix is not finite, or singular to working precision.
     """
     where = torch.device("cpu") if gram_kk.device.type == "mps" else gram_kk.device
-    gram_kk = gram_kk.to(device=where, dtype=torch.float64)
+    damped_kk = gram_kk.to(device=where, dtype=torch.float64, copy=True)
     k = gram_kk.shape[0]
-    mean = float(gram_kk.diagonal().mean()) if k else 0.0
-    if not torch.isfinite(gram_kk).all():
+    mean = float(damped_kk.diagonal().mean()) if k else 0.0
+    if not torch.isfinite(damped_kk).all():
         raise CurvatureError(
             "train must have finite features for method 'trak', got NaN or infinite ones. Find the "
             "examples with method='graddot', which names them."
@@ -173,7 +174,6 @@ def solve_features(
     strength = damping.absolute(mean)
     if mean == 0:
         strength = strength or 1.0  # no example has a gradient, and every score is 0
-    damped_kk = gram_kk.clone()
     damped_kk.diagonal().add_(strength)
     factor_kk, failed = torch.linalg.cholesky_ex(damped_kk)
     pivots = factor_kk.diagonal().square()
@@ -342,20 +342,26 @@ def _written(
 
 
 def _check_projected(session: Session) -> None:
-    """Refuse a model's whole gradients as features.
+    """Refuse whole gradients as features, and stored ones whose matrix would not fit.
 
     Args:
         session: The session.
 
     Raises:
-        ValueError: If a model is captured without a projection.
+        ValueError: If the gradients are not projected.
     """
-    if session.model is not None and session.projection is None:
+    stored = session.stored
+    if session.projection is None:
+        got, to = "None", ""
+        if stored is not None:
+            got, to = "stores that were captured without one", " to what captures them"
         raise ValueError(
-            "projection must be given for method 'trak', got None: its features are projected "
-            'gradients. Pass projection=Projection(kind="dense", dim=512), or kind "factored" or '
-            '"mask"; a layer with no more entries than that stays whole.'
+            f"projection must be given for method 'trak', got {got}: its features are projected "
+            f'gradients. Pass projection=Projection(kind="dense", dim=512){to}, or kind "factored" '
+            'or "mask"; a layer with no more entries than that stays whole.'
         )
+    if stored is not None:
+        _check_fits(sum(entries_of(facts) for facts in stored.layers.values()), session.device)
 
 
 def _check_fits(k: int, device: torch.device) -> None:

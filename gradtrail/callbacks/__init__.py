@@ -1,6 +1,6 @@
 """What acts on captured gradients while a model trains, and the way into training loops."""
 
-from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.base import AbstractRecordingCallback, AbstractStepCallback
 from gradtrail.callbacks.covariance import KroneckerCovarianceCallback
 from gradtrail.callbacks.merge import MergedSteps
 from gradtrail.callbacks.offload import OffloadCallback
@@ -12,6 +12,7 @@ from gradtrail.callbacks.snapshot import ParameterSnapshotCallback
 from gradtrail.callbacks.trainer import GradTrailCallback
 
 __all__ = [
+    "AbstractRecordingCallback",
     "AbstractStepCallback",
     "DataSelectionCallback",
     "GradTrailCallback",

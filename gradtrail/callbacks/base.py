@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gradtrail.factors import GradientBlock
 from gradtrail.hooks import HookManager, OptimizerStep
 
-__all__ = ["AbstractStepCallback"]
+__all__ = ["AbstractRecordingCallback", "AbstractStepCallback"]
 
 
 class AbstractStepCallback(ABC):
@@ -64,3 +64,15 @@ class AbstractStepCallback(ABC):
         Returns:
             By name, what happened since the last call; empty where there is nothing to say.
         """
+
+
+class AbstractRecordingCallback(AbstractStepCallback):
+    """A callback that writes into a store, which may keep the last records in memory for a while.
+
+    ``GradTrailCallback`` flushes those of its callbacks that are of this kind whenever the
+    ``Trainer`` saves a checkpoint, so that a run which is resumed from there misses nothing.
+    """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Have everything written that was recorded so far; it then outlasts the process."""

@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.base import AbstractRecordingCallback
+from gradtrail.callbacks.checks import check_store
 from gradtrail.callbacks.offload import OffloadCallback, output_embedding
 from gradtrail.errors import CurvatureError, GradTrailWarning
 from gradtrail.factors import GradientBlock, LayerGradient
@@ -28,6 +29,7 @@ from gradtrail.kronecker import (
 )
 from gradtrail.options import check_positive
 from gradtrail.store import GradientStore, records_digest
+from gradtrail.store.fetch import AbstractCompanion
 
 __all__ = ["KroneckerCovarianceCallback"]
 
@@ -46,7 +48,7 @@ class _Part:
         return sum(len(ids) for _, ids in self.records)
 
 
-class KroneckerCovarianceCallback(AbstractStepCallback):
+class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
     """Accumulates Kronecker covariances of what an ``OffloadCallback`` stores beside it.
 
     They lie in the store as ``"covariances"``, so that K-FAC and EK-FAC can be fitted to gradients
@@ -55,10 +57,11 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
     no trace. Layers without Kronecker structure are passed over, and the output embedding is
     unless the manager's ``layers`` name it.
 
-    They are written when the capture ends and on ``flush()``. A run that was killed in between
-    leaves covariances that cover less than is stored. A run resumed from there says so in a
-    warning and goes on without: the gradients are whole, and where they are kept as factors a
-    fit sweeps them, so a training run need not stop for it.
+    They are written when the capture ends, when its store is closed before that, and on
+    ``flush()``, which ``GradTrailCallback`` calls with every checkpoint. A run that was killed may
+    leave covariances of fewer records than are stored; a run that resumes where they end counts the
+    rest again. One that begins later says so in a warning and goes on without: the gradients are
+    whole, and where they are kept as factors a fit sweeps them.
     """
 
     def __init__(self, store: GradientStore | None = None, *, max_factor_dim: int = 16384) -> None:
@@ -69,6 +72,7 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
                 of the capture.
             max_factor_dim: Longest side of a covariance that is allocated.
         """
+        check_store(type(self).__name__, store, GradientStore, or_none=True)
         check_positive("max_factor_dim", max_factor_dim)
         self._store = store
         self._max_side = max_factor_dim
@@ -76,6 +80,8 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
         self._offload: OffloadCallback | None = None
         self._layers: frozenset[str] = frozenset()
         self._total: _Part | None = None  # None: what is stored is not covered
+        self._covered_to: int | None = None  # stored steps from here on are counted again
+        self._is_complete = False
         self._step: _Part | None = None
         self._backward: _Part | None = None
         self._running: weakref.ref[object] | None = None
@@ -103,12 +109,14 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
             return
         self._offload.flush()
         whole = self._total if self._step is None else _joined(self._total, self._step)
-        stored = _records_of(self._store)
+        stored, number = _records_of(self._store), len(whole.records)
+        if self._covered_to is not None:  # the rest will be met again
+            stored = stored[:number]
         if stored != whole.records:
             warnings.warn(
-                f"Covariances must cover what is stored, {len(stored)} records, got "
-                f"{len(whole.records)} that were counted; they are not kept. Let nothing else "
-                "write into the store while it is captured into.",
+                f"Covariances must cover what is stored, {len(stored)} records, got {number} that "
+                "were counted; they are not kept. Let nothing else write into the store while it "
+                "is captured into.",
                 GradTrailWarning,
                 stacklevel=2,
             )
@@ -116,7 +124,7 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
         known = {entry.layer for entry in self._manager.coverage.with_status("covered")}
         whole.sums.discard(set(whole.sums.names) - known)  # refused after they had come
         tensors, metadata = covariance_state(
-            whole.sums, whole.num_rows, records_digest(self._store.records)
+            whole.sums, whole.num_rows, records_digest(self._store.records[:number])
         )
         self._store.attach(COVARIANCES, tensors, metadata)
 
@@ -143,9 +151,12 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
             )
         self._manager = manager
         self._offload = beside[0] if beside else None
+        self._covered_to, self._is_complete = None, False
         self._total = self._found()
         self._step = self._backward = self._running = None
         self._handle = manager.observe(self._add)
+        if self._store is not None:
+            self._store.log.companions.add(self)
 
     def on_step(self, block: GradientBlock) -> None:
         """Count a backward that has come to its end."""
@@ -173,12 +184,20 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
         if part is not None and not step.skipped:
             _absorb(self._total, part)
 
+    def complete(self) -> None:
+        """Write the sums into a store that is closed while the capture is on."""
+        self._step = self._backward = self._running = None
+        self._offload.settle()
+        self.flush()
+        self._is_complete = True
+
     def on_detach(self) -> None:
         """Write the sums."""
         self._handle.remove()
         self._step = self._backward = self._running = None
         try:
             if self._store is not None:
+                self._store.log.companions.discard(self)
                 self._offload.settle()
                 self._write_last()
         finally:
@@ -192,10 +211,11 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
         """Write the sums at the end of the capture."""
         if self._store.is_writable:
             self.flush()
-        elif self._total is not None:
+        elif self._total is not None and not self._is_complete:
             warnings.warn(
-                "Covariances must be written before their store is closed, got one that was "
-                "closed while the capture was on; they are not kept. Detach the capture first.",
+                "Covariances must be written while their store takes records, got one that failed "
+                "while the capture was on; those of its last flush() are kept, if there was one. "
+                "Resume from a checkpoint of that time or before.",
                 GradTrailWarning,
                 stacklevel=3,
             )
@@ -222,12 +242,19 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
         if mine and backward is not None and self._running() is not backward:
             mine = False
         if not mine:
-            counts = self._total is not None and (
-                self._offload is None or self._offload.placement(number).is_new
-            )
+            counts = self._total is not None and self._counts(number)
             self._backward = self._empty() if counts else None
             self._running = None if backward is None else weakref.ref(backward)
         return self._backward
+
+    def _counts(self, number: int) -> bool:
+        """Whether a backward is stored now, or was stored and is not covered yet."""
+        if self._offload is None:
+            return True
+        placement = self._offload.placement(number)
+        if self._covered_to is None:
+            return placement.is_new
+        return placement.is_wanted and placement.step >= self._covered_to
 
     def _empty(self) -> _Part:
         """Sums of nothing, which know from those before which layers share an input."""
@@ -244,20 +271,50 @@ class KroneckerCovarianceCallback(AbstractStepCallback):
         if not stored or (self._total is not None and self._total.records == stored):
             return self._total if stored else fresh
         attached = self._store.attached(COVARIANCES)
-        if attached is not None and attached[1].get("covers") == records_digest(
-            self._store.records
-        ):
+        count = None if attached is None else self._num_covered(attached[1])
+        if count is not None:
             sums, _ = restored_accumulator(*attached, max_side=self._max_side)
-            return _Part(sums, stored)
+            return _Part(sums, stored[:count])
         what = "none" if attached is None else "covariances of other records"
+        out = "are not fitted to layers that are written out"
+        if self._manager.form.capture == "factored":
+            out = "are fitted to the stored factors instead"
         warnings.warn(
             f"Covariances must cover the {len(stored)} records that are stored to go on from "
-            f"there, got {what}: none are accumulated. K-FAC and EK-FAC are fitted to the stored "
-            "factors instead; call flush() wherever a run saves a checkpoint, or start again.",
+            f"there, got {what}: none are accumulated. K-FAC and EK-FAC {out}; resume from an "
+            "earlier checkpoint, or start again, and call flush() wherever a run saves one "
+            "(GradTrailCallback does so).",
             GradTrailWarning,
             stacklevel=2,
         )
         return None
+
+    def _num_covered(self, metadata: Mapping[str, str]) -> int | None:
+        """Number of stored records that covariances cover.
+
+        Args:
+            metadata: That of the covariances.
+
+        Returns:
+            All of them, or those before the step that the loop begins with or one after it: the
+            rest is made again and counted then. None where it is neither.
+        """
+        records, number = self._store.records, 0
+        if metadata.get("covers") == records_digest(records):
+            return len(records)
+        text = metadata.get("num_examples", "")
+        rows = int(text) if text.isdecimal() else 0
+        while number < len(records) and rows > 0:
+            rows -= len(records[number].ids)
+            number += 1
+        if rows or metadata.get("covers") != records_digest(records[:number]):
+            return None
+        step = records[number].step
+        is_cut = number > 0 and records[number - 1].step == step
+        if is_cut or self._manager.optimizer is None or self._manager.optimizer_steps > step:
+            return None
+        self._covered_to = step
+        return number
 
 
 def _records_of(store: GradientStore) -> list[tuple[int, tuple[int | str, ...]]]:

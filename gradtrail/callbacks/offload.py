@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import nn
 
-from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.base import AbstractRecordingCallback
+from gradtrail.callbacks.checks import check_store
 from gradtrail.callbacks.recorded_steps import Placement, RecordedSteps, check_same
 from gradtrail.callbacks.summed import sum_examples
+from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import GradientBlock, LayerGradient
 from gradtrail.hooks import HookManager, OptimizerStep
 from gradtrail.store import BackgroundWriter, GradientStore
@@ -18,7 +21,7 @@ from gradtrail.store import BackgroundWriter, GradientStore
 __all__ = ["OffloadCallback", "output_embedding"]
 
 
-class OffloadCallback(AbstractStepCallback):
+class OffloadCallback(AbstractRecordingCallback):
     """Stores the gradients of a training run, each under the number of its optimizer step.
 
     The step is ``manager.optimizer_steps`` where the loop announces its optimizer (a ``Trainer``:
@@ -28,6 +31,7 @@ class OffloadCallback(AbstractStepCallback):
     A training that is resumed into a store opened with ``mode="resume"`` goes on where it stands:
     what is stored is not stored again, and other examples at a stored place are an error. A plain
     loop that resumes sets ``manager.optimizer_steps`` (without an optimizer ``manager.steps``).
+    Steps that are missing before its start, and a capture that added nothing, are warned of.
 
     A block's ``meta`` has ``place`` (which backward of its step) and ``scale`` (an example's
     contribution to the gradient that the optimizer meets is its own divided by that); one record an
@@ -54,6 +58,7 @@ class OffloadCallback(AbstractStepCallback):
                 their optimizer; with one, any other number than 1 is refused.
             asynchronous: Whether a thread of its own writes; its errors come with the next step.
         """
+        check_store("OffloadCallback", store, GradientStore, or_none=False)
         self.store = store
         self._steps = RecordedSteps(
             every=every,
@@ -64,6 +69,7 @@ class OffloadCallback(AbstractStepCallback):
         self._manager: HookManager | None = None
         self._writer: BackgroundWriter | None = None
         self._unfinished: int | None = None
+        self._num_new = self._num_stored = 0
 
     def placement(self, number: int) -> Placement:
         """Tell where a backward of the capture under way is kept.
@@ -118,6 +124,7 @@ class OffloadCallback(AbstractStepCallback):
         self.store.define(**_facts(manager, self._steps))
         self._writer = BackgroundWriter(self.store) if self._asynchronous else None
         self._manager, self._unfinished = manager, None
+        self._num_new = self._num_stored = 0
 
     def on_step(self, block: GradientBlock) -> None:
         """Store the gradients of a backward, unless they are stored or not wanted."""
@@ -126,7 +133,9 @@ class OffloadCallback(AbstractStepCallback):
             return
         check_same(placement, block.ids)
         if not placement.is_new:
+            self._num_stored += 1
             return
+        self._num_new += 1
         meta = self._meta(placement, block)
         layers: Mapping[str, LayerGradient] = dict(block.layers.items())
         if self._steps.recording == "per_block":
@@ -155,6 +164,15 @@ class OffloadCallback(AbstractStepCallback):
             self._steps.stop()
             if writer is not None:
                 writer.close()
+        if self._num_stored and not self._num_new:
+            warnings.warn(
+                "A capture must add something to its store, got one whose "
+                f"{self._num_stored} backwards were stored already: nothing was written, and what "
+                "is stored may be of other weights. Write another training into another folder, "
+                "or with mode='overwrite'.",
+                GradTrailWarning,
+                stacklevel=2,
+            )
 
     def logs(self) -> Mapping[str, float]:
         """Nothing to say: the loop's log is what it is without."""

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.base import AbstractRecordingCallback
+from gradtrail.callbacks.checks import check_store, warn_gap
 from gradtrail.factors import GradientBlock
 from gradtrail.hooks import (
     DIRECTIONS,
@@ -35,14 +36,14 @@ __all__ = ["OptimizerStateCallback", "read_states"]
 _SIDES = {"before": ("before",), "after": ("after",), "both": ("before", "after")}
 
 
-class OptimizerStateCallback(AbstractStepCallback):
+class OptimizerStateCallback(AbstractRecordingCallback):
     """Records what the optimizer holds for the captured parameters, before and after its steps.
 
     Each record has the number of the optimizer step, the moments by parameter name, copied, in the
     order of the layers' written-out gradients, every group's hyperparameters as that step used
     them (learning rate of the schedule included), and the ids, sizes and scales of the backwards
-    that it sums. A step that a loss scaler skipped leaves no record. A loop that resumes replaces
-    the records of the steps that it makes again.
+    that it sums. A step that a loss scaler skipped leaves no record, but the next one names it. A
+    loop that resumes replaces the records of the steps that it makes again.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class OptimizerStateCallback(AbstractStepCallback):
                 these), those that it leaves, or both. Hyperparameters are recorded always.
             every: Record the steps whose number is a multiple of this.
         """
+        check_store(type(self).__name__, store, StepStore, or_none=False)
         check_choice("moments", moments, _SIDES)
         check_positive("every", every)
         self._store = store
@@ -68,6 +70,7 @@ class OptimizerStateCallback(AbstractStepCallback):
         self._manager: HookManager | None = None
         self._layers: dict[str, LayerParameters] = {}
         self._backwards: list[tuple[int, float | Tensor]] = []
+        self._skipped: list[int] = []
         self._before: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._shards: Shards | None = None
         self._stack = ExitStack()
@@ -114,6 +117,8 @@ class OptimizerStateCallback(AbstractStepCallback):
             layers={name: _facts_of(layer) for name, layer in self._layers.items()},
         )
         discard_from(self._store, manager.optimizer_steps)
+        name, start = type(self).__name__, manager.optimizer_steps
+        warn_gap(name, self._store, self._store.steps, start, self._every)
         self._manager = manager
         self._stack.callback(self._let_go)
         self._stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -127,9 +132,11 @@ class OptimizerStateCallback(AbstractStepCallback):
         """Record a step, unless it was skipped."""
         backwards, self._backwards = self._backwards, []
         before, self._before = self._before, None
+        if step.skipped:
+            self._skipped.append(step.step)
         if step.skipped or before is None:
             return
-        tensors, values = {}, {}
+        tensors, values = {}, {"skipped": self._skipped}
         found = {"before": before}
         if "after" in _SIDES[self._moments]:
             found["after"] = self._look(copies=True)
@@ -141,6 +148,11 @@ class OptimizerStateCallback(AbstractStepCallback):
         values["sizes"] = [size for size, _ in backwards]
         values["scales"] = numbers_of(scale for _, scale in backwards)
         self._store.append(step.step, tensors, values)
+        self._skipped = []
+
+    def flush(self) -> None:
+        """Have everything written that was recorded so far."""
+        self._store.flush()
 
     def on_detach(self) -> None:
         """Let go of the loop; what has been recorded is written."""
@@ -154,7 +166,7 @@ class OptimizerStateCallback(AbstractStepCallback):
     def _let_go(self) -> None:
         self._manager = self._shards = None
         self._layers = {}
-        self._backwards, self._before = [], None
+        self._backwards, self._before, self._skipped = [], None, []
 
     def _before_step(self, *_: object) -> None:
         """Look at the state that a step starts from, with the hyperparameters that it will use."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gradtrail.callbacks.checks import warn_gap
 from gradtrail.errors import StoreError
 from gradtrail.hooks import HookManager
 from gradtrail.options import check_choice, check_positive
@@ -71,7 +72,7 @@ class RecordedSteps:
         self._last: tuple[int, Placement] | None = None
 
     def start(self, manager: HookManager, store: GradientStore) -> None:
-        """Begin a capture.
+        """Begin a capture; what is missing between the store's end and its start is warned of.
 
         Args:
             manager: What captures.
@@ -87,9 +88,16 @@ class RecordedSteps:
             )
         self._manager, self._count, self._last = manager, 0, None
         self._stored = {}
-        for record in store.records:
+        rank = store.log.manifest.rank
+        for record, entry in zip(store.records, store.log.entries, strict=True):
+            if entry.rank != rank:  # what other processes store is not met here
+                continue
             ids = tuple(record.meta["members"]) if "members" in record.meta else tuple(record.ids)
             self._stored.setdefault(record.step, []).append(ids)
+        start = manager.steps // self._backwards
+        if manager.optimizer is not None:
+            start = manager.optimizer_steps
+        warn_gap("OffloadCallback", store, self._stored, start, self.every)
 
     def stop(self) -> None:
         """End it."""

@@ -38,7 +38,8 @@ def replay(
 
     Args:
         manager: What captures, made as in training over a model of the same architecture, and not
-            collecting; its model's loss, or ``loss``, is reduced as its ``loss_reduction`` says.
+            collecting; its ``loss_reduction`` is that of the training (``GradTrailCallback``'s is
+            ``"model"`` where nothing was said), its ``loss_scale`` that of ``loss``.
         store: What ``ParameterSnapshotCallback`` recorded.
         steps: Numbers of the steps wanted; None means all.
         reverse: Whether to begin with the last.
@@ -49,7 +50,8 @@ def replay(
         Blocks whose ``step`` is the number of the optimizer step, micro-batches merged.
 
     Raises:
-        ValueError: If the store was recorded by something else, or with another model.
+        ValueError: If the store was recorded by something else, with another model or another
+            reduction of its loss, or if there is a scale for a loss that nothing scales.
     """
     facts = store.facts or {}
     recorder = ParameterSnapshotCallback.__name__
@@ -57,6 +59,19 @@ def replay(
         raise ValueError(
             f"store must have been recorded by {recorder}, got {facts.get('recorder')!r}. Train "
             f"with {recorder}(store)."
+        )
+    recorded = facts["loss_reduction"]
+    if manager.loss_reduction != recorded:
+        raise ValueError(
+            f"loss_reduction of the manager must be that of the training, got "
+            f"{manager.loss_reduction!r} where {recorded!r} was recorded: gradients would be "
+            f"another multiple of the examples' own. Write HookManager(model, "
+            f"loss_reduction={recorded!r})."
+        )
+    if loss is None and manager.loss_scale is not None:
+        raise ValueError(
+            f"loss_scale of the manager must be None where the model's own loss is replayed, got "
+            f"{manager.loss_scale!r}: nothing multiplies that loss. Leave it out, or pass loss=."
         )
     parameters = unwrapped(manager.model).named_parameters()
     frozen = checksums((name, p) for name, p in parameters if not p.requires_grad)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.base import AbstractRecordingCallback
+from gradtrail.callbacks.checks import check_store, warn_gap
 from gradtrail.callbacks.optimizer_state import discard_from
 from gradtrail.callbacks.snapshot_calls import pack
 from gradtrail.factors import GradientBlock
@@ -24,14 +25,14 @@ from gradtrail.store import StepStore
 __all__ = ["ParameterSnapshotCallback", "checksums"]
 
 
-class ParameterSnapshotCallback(AbstractStepCallback):
+class ParameterSnapshotCallback(AbstractRecordingCallback):
     """Records every trained parameter before a step, and the batches that the step was made of.
 
     ``replay`` makes the step's per-example gradients again: a record also has the random state,
     the modes and the mixed precision of each forward. Parameters that are not trained, and buffers
     that have not changed, are not stored but known by a checksum, by which a replay with another
-    model is refused. A step that a loss scaler skipped leaves no record. A loop that resumes
-    replaces the records of the steps that it makes again.
+    model is refused; so is one whose loss is reduced otherwise. A step that a loss scaler skipped
+    leaves no record. A loop that resumes replaces the records of the steps that it makes again.
     """
 
     def __init__(self, store: StepStore, *, every: int = 1) -> None:
@@ -41,6 +42,7 @@ class ParameterSnapshotCallback(AbstractStepCallback):
             store: Where to; it stays open when the loop is over.
             every: Record the steps whose number is a multiple of this.
         """
+        check_store(type(self).__name__, store, StepStore, or_none=False)
         check_positive("every", every)
         self._store = store
         self._every = every
@@ -79,9 +81,14 @@ class ParameterSnapshotCallback(AbstractStepCallback):
             )
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._store.define(
-            recorder=type(self).__name__, every=self._every, frozen=checksums(frozen)
+            recorder=type(self).__name__,
+            every=self._every,
+            loss_reduction=manager.loss_reduction,
+            frozen=checksums(frozen),
         )
         discard_from(self._store, manager.optimizer_steps)
+        name, start = type(self).__name__, manager.optimizer_steps
+        warn_gap(name, self._store, self._store.steps, start, self._every)
         self._manager = manager
         self._versions = {name: _version(buffer) for name, buffer in model.named_buffers()}
         self._sums = checksums(model.named_buffers())
@@ -118,6 +125,10 @@ class ParameterSnapshotCallback(AbstractStepCallback):
         unstored = [n for n in self._sums if any(f"buffer/{n}" not in c.tensors for c, _ in calls)]
         sums = {name: self._sums[name] for name in unstored}
         self._store.append(step.step, tensors, {"calls": values, "buffers": sums})
+
+    def flush(self) -> None:
+        """Have everything written that was recorded so far."""
+        self._store.flush()
 
     def on_detach(self) -> None:
         """Let go of the model; what has been recorded is written."""

@@ -14,10 +14,18 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gradtrail.callbacks.base import AbstractStepCallback
+from gradtrail.callbacks.base import AbstractRecordingCallback, AbstractStepCallback
 from gradtrail.callbacks.merge import MergedSteps
 from gradtrail.factors import GradientBlock, Projection
-from gradtrail.hooks import HookManager, LayerChoice, LossReduction, LossScale
+from gradtrail.hooks import (
+    HookManager,
+    LayerChoice,
+    LossReduction,
+    LossScale,
+    OptimizerSnapshot,
+    check_projection,
+    checked_callbacks,
+)
 
 __all__ = ["GradTrailCallback"]
 
@@ -32,6 +40,9 @@ class GradTrailCallback:
     The micro-batches of gradient accumulation belong to the optimizer step that sums them. A
     gradient is that of the example's own loss, summed over its positions: what the Trainer divides
     by (tokens, accumulated batches) and multiplies with (fp16's loss scale, ranks) is undone.
+
+    Whenever the Trainer saves a checkpoint, what the callbacks record is flushed into their stores,
+    so a run that is killed and resumed from there misses nothing.
 
     Where training ends by an exception, the hooks come off at ``detach()``, when the next
     training begins, or at the model's next call, which they do not touch.
@@ -52,6 +63,7 @@ class GradTrailCallback:
         loss_scale: LossScale | None = None,
         projection: Projection | None = None,
         capture: Literal["factored", "materialized", "auto"] = "factored",
+        optimizer: OptimizerSnapshot | Literal["trainer"] | None = None,
         sample_id_key: str | None = None,
         sample_hash_fields: Sequence[str] | None = None,
     ) -> None:
@@ -70,13 +82,28 @@ class GradTrailCallback:
             loss_scale: What a loss taken outside the model is multiplied with, fp16's scale aside.
             projection: Compression of every layer's gradient, or None.
             capture: Factors as they are, written out, or whichever is smaller.
+            optimizer: Turns gradients into update directions: a snapshot, or ``"trainer"`` for the
+                Trainer's own as it stands before each step.
             sample_id_key: Key of the batch that holds ids; None: content hashes.
             sample_hash_fields: What the content hash covers; None means all.
+
+        Raises:
+            TypeError: If ``optimizer`` is anything else, such as an optimizer.
         """
+        check_projection(projection)
+        known = optimizer is None or isinstance(optimizer, OptimizerSnapshot)
+        if not known and not (isinstance(optimizer, str) and optimizer == "trainer"):
+            raise TypeError(
+                "optimizer must be an OptimizerSnapshot, 'trainer' or None, got "
+                f"{optimizer if isinstance(optimizer, str) else type(optimizer).__name__!r}. Write "
+                "'trainer' for the optimizer that the Trainer makes."
+            )
         self.manager: HookManager | None = None
         self._callbacks = tuple(
-            one if isinstance(one, AbstractStepCallback) else MergedSteps(one) for one in callbacks
+            one if isinstance(one, AbstractStepCallback) else MergedSteps(one)
+            for one in checked_callbacks(callbacks)
         )
+        self._optimizer = optimizer
         self._options = {
             "layers": layers,
             "exclude": exclude,
@@ -117,6 +144,7 @@ class GradTrailCallback:
             model,
             **self._options,
             loss_scale=self._total_scale(optimizer),
+            optimizer=optimizer if self._optimizer == "trainer" else self._optimizer,
             callbacks=self._callbacks,
         )
         self.manager.optimizer_steps = state.global_step
@@ -148,6 +176,19 @@ class GradTrailCallback:
         del args, state, control
         if self.manager is not None and getattr(kwargs["optimizer"], "step_was_skipped", False):
             self.manager.skip_optimizer_step()
+
+    def on_save(
+        self,
+        args: Any,  # noqa: ANN401
+        state: Any,  # noqa: ANN401
+        control: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Have what was recorded outlast the process, as the checkpoint does."""
+        del args, state, control, kwargs
+        for one in self._callbacks:  # covariances bring the gradients they are of with them
+            if isinstance(one, AbstractRecordingCallback):
+                one.flush()
 
     def on_log(
         self,

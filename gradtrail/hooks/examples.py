@@ -58,7 +58,8 @@ class ExampleIds:
         if values is None or len(values) != size:
             raise KeyError(
                 f"sample_id_key must name an argument of every forward with {size} ids, got "
-                f"{self._shown!r} beside {sorted(fields)}. Pass it to the model's call."
+                f"{self._shown!r} beside {sorted(fields)}. Pass it to the model's call; a Trainer "
+                "does so with remove_unused_columns=False and a data_collator that stacks it."
             )
         return tuple(values)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradtrail.hooks.wrapped import flat_parameters, take_apart
+from gradtrail.hooks.wrapped import flat_parameters, refuse_whole_ties, take_apart
 
 __all__ = ["at_rest", "hold_fixed", "is_fixed", "marked_fixed"]
 
@@ -30,6 +30,7 @@ def hold_fixed(model: nn.Module, stack: ExitStack) -> None:
         model: The model.
         stack: Takes the way back: flags, modes and global random state.
     """
+    refuse_whole_ties(model)
     stack.enter_context(torch.inference_mode(mode=False))
     stack.enter_context(torch.enable_grad())
     stack.callback(_restore_random_state, *_random_state())

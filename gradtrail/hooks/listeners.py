@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradtrail.factors import GradientBlock
 
-__all__ = ["Listeners", "OptimizerStep", "StepCallback", "StepListener"]
+__all__ = ["Listeners", "OptimizerStep", "StepCallback", "StepListener", "checked_callbacks"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,45 @@ class StepListener(Protocol):
 
 
 StepCallback: TypeAlias = StepListener | Callable[[GradientBlock], None]
+
+
+def checked_callbacks(callbacks: Sequence[StepCallback]) -> tuple[StepCallback, ...]:
+    """Refuse what would not be told anything.
+
+    Args:
+        callbacks: What the user passed.
+
+    Returns:
+        The same.
+
+    Raises:
+        TypeError: If it is no sequence of listeners and functions.
+    """
+    if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Iterable):
+        raise TypeError(
+            f"callbacks must be a list, got {_shown(callbacks)}. Write callbacks=[...], with it "
+            "inside where it is a callback."
+        )
+    found = tuple(callbacks)
+    for one in found:
+        if isinstance(one, type):
+            raise TypeError(
+                f"callbacks must be functions or objects, got {_shown(one)}. Make one: "
+                f"{one.__name__}(...)."
+            )
+        if not isinstance(one, StepListener) and not callable(one):
+            raise TypeError(
+                f"callbacks must be functions or callbacks, got {_shown(one)}. Derive it from "
+                "AbstractStepCallback, or give a store to a callback: OffloadCallback(store)."
+            )
+    return found
+
+
+def _shown(value: object) -> str:
+    """What was passed, in few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, (str, int, type(None))) else type(value).__name__
 
 
 class Listeners:

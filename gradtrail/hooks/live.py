@@ -24,7 +24,7 @@ from gradtrail.hooks.layout import Layout, Seen, compare_calls, confirm_order
 from gradtrail.hooks.outside import OutsideReads
 from gradtrail.hooks.selection import Selection
 from gradtrail.hooks.taps import Taps
-from gradtrail.hooks.wrapped import communicates, lent_storages
+from gradtrail.hooks.wrapped import communicates, lent_storages, put_back_whole
 
 __all__ = ["LivePass", "is_fixed"]
 
@@ -61,6 +61,7 @@ class LivePass:
         self._stack = ExitStack()
         self._unwatched = ExitStack()  # takes hooks and fused operations off again
         self._opened = False
+        self._parted = communicates(model)
 
     def __enter__(self) -> LivePass:
         """Freeze the model and put the hooks on.
@@ -183,6 +184,8 @@ class LivePass:
                 missing.pop(name, None)
             if done is not None:
                 done()
+        if self._parted:
+            put_back_whole(self.model)
         values = torch.stack([row.detach() for row in rows]) if several else rows[0].detach()
         return values, tuple(missing)
 

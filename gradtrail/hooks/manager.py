@@ -20,14 +20,14 @@ from gradtrail.hooks.coverage import Coverage
 from gradtrail.hooks.examples import BatchShape, ExampleIds, batch_shape
 from gradtrail.hooks.identity import call_fields
 from gradtrail.hooks.layout import Layout
-from gradtrail.hooks.listeners import Listeners, StepCallback
+from gradtrail.hooks.listeners import Listeners, StepCallback, checked_callbacks
 from gradtrail.hooks.live import is_fixed
 from gradtrail.hooks.notices import warn_frozen
 from gradtrail.hooks.optimizer_state import OptimizerSnapshot
 from gradtrail.hooks.reduction import LossReduction, LossScale, Reduction
 from gradtrail.hooks.refusals import Refusals
 from gradtrail.hooks.selection import LayerChoice, Selection, select_layers
-from gradtrail.hooks.step import Form, Observer, Step
+from gradtrail.hooks.step import Form, Observer, Step, check_projection
 from gradtrail.hooks.taps import Backward, Taps
 from gradtrail.hooks.tensors import tensors_in
 from gradtrail.hooks.update_directions import UpdateDirections
@@ -88,6 +88,7 @@ class HookManager:
             callbacks: Functions that are called with every block, or listeners; in order.
         """
         check_choice("capture", capture, ("factored", "materialized", "auto"))
+        check_projection(projection)
         self.model = model
         self.steps = 0
         self.last: GradientBlock | None = None
@@ -104,8 +105,8 @@ class HookManager:
         self._selection = select_layers(
             model, layers=layers, exclude=exclude, include_frozen=include_frozen
         )
-        self.loss_reduction = loss_reduction
-        self.callbacks = tuple(callbacks)
+        self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
+        self.callbacks = checked_callbacks(callbacks)
         self._reduction = Reduction(model, loss_reduction, loss_scale)
         self._observers: OrderedDict[int, Observer] = OrderedDict()
         transform = None
@@ -113,7 +114,7 @@ class HookManager:
             transform = UpdateDirections(model, self._selection.units, optimizer)
         self.form = Form(projection, capture, self._observers, transform)
         self.ids = ExampleIds(sample_id_key, sample_hash_fields)
-        self._listeners = Listeners(callbacks)
+        self._listeners = Listeners(self.callbacks)
         self._taps = Taps(self._selection.units)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._open: list[Step | None] = []
@@ -164,7 +165,7 @@ class HookManager:
         """What a loss scaler multiplies losses with at present and takes out before a step.
 
         It is known where the optimizer brings its scaler along, as a ``Trainer``'s does, and where
-        ``loss_scale`` is the ``get_scale`` of one; else 1.
+        ``loss_scale`` is the ``get_scale`` of one, or a function that names one; else 1.
 
         Returns:
             The factor.

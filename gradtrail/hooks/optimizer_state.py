@@ -149,7 +149,8 @@ class OptimizerSnapshot:
         if name not in self.parameters:
             raise KeyError(
                 f"The optimizer must hold the parameter, got {name!r}, which this {self.kind} does "
-                f"not. Near names: {near_names(name, self.parameters)}."
+                f"not. Near names: {near_names(name, self.parameters)}. A tied parameter has the "
+                "first of its names."
             )
         return self.parameters[name]
 
@@ -175,8 +176,14 @@ class OptimizerSnapshot:
             The snapshot, on the CPU.
 
         Raises:
+            FileNotFoundError: If there is no such file.
             StoreError: If the file holds no snapshot, or is damaged.
         """
+        if not Path(path).is_file():
+            raise FileNotFoundError(
+                f"path must be a file that OptimizerSnapshot.save() wrote, got {str(path)!r}, "
+                "where there is none."
+            )
         try:
             with safe_open(Path(path), framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -188,7 +195,7 @@ class OptimizerSnapshot:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         except SafetensorError as error:
             raise StoreError(
-                f"{path} must be a whole safetensors file, got {error}. Write it again."
+                f"{path} must be a whole safetensors file, got {_what_it_is(Path(path), error)}."
             ) from error
         return from_record(tensors, json.loads(metadata["snapshot"]))
 
@@ -285,6 +292,19 @@ def from_record(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Opti
         for name, (group, step, moments) in facts["parameters"].items()
     }
     return OptimizerSnapshot(facts["kind"], states)
+
+
+def _what_it_is(path: Path, error: SafetensorError) -> str:
+    """Say what a file is that is no safetensors file, and what to do."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PK\x03\x04" or start[:1] == b"\x80":  # torch.save writes a zip, or did so bare
+        return (
+            "a pickle, such as a Trainer's optimizer.pt. Read it with torch.load(..., "
+            "weights_only=True) and load_state_dict into an optimizer made as in training, then "
+            "call OptimizerSnapshot.of(model, optimizer) or from_state_dict"
+        )
+    return f"{error}. Write it again"
 
 
 _NAMES_OF_GROUP = ("params", "param_names")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -55,8 +56,7 @@ class Reduction:
         self._model = model
         self.kind = reduction
         self._loss_scale = loss_scale
-        owner = getattr(loss_scale, "__self__", None)
-        self.scaler = owner if isinstance(owner, torch.amp.GradScaler) else None
+        self.scaler = _scaler_of(loss_scale)
         self._counts_items: bool | None = None
         self._has_checked = False
         if loss_scale is not None and not callable(loss_scale):
@@ -237,6 +237,16 @@ def _check_scale(value: float) -> float:
             f"loss_scale must be a positive number, got {value!r}. Leave it out for 1."
         )
     return value
+
+
+def _scaler_of(loss_scale: LossScale | None) -> torch.amp.GradScaler | None:
+    """Find the loss scaler that a scale is asked from: its owner, or one that a function names."""
+    known = [getattr(loss_scale, "__self__", None)]
+    if inspect.isfunction(loss_scale):
+        named = inspect.getclosurevars(loss_scale)
+        known += [*named.nonlocals.values(), *named.globals.values()]
+    scalers = {id(one): one for one in known if isinstance(one, torch.amp.GradScaler)}
+    return next(iter(scalers.values())) if len(scalers) == 1 else None
 
 
 def _entry(output: Any, name: str, place: int | None) -> Any:  # noqa: ANN401

@@ -25,7 +25,7 @@ from gradtrail.factors import (
 from gradtrail.hooks.capture import Capture
 from gradtrail.hooks.examples import BatchShape
 
-__all__ = ["Form", "Observer", "ScaledLayers", "Step", "Transform"]
+__all__ = ["Form", "Observer", "ScaledLayers", "Step", "Transform", "check_projection"]
 
 Observer: TypeAlias = Callable[[str, LayerGradient], None]
 Transform: TypeAlias = Callable[[str, LayerGradient], LayerGradient]
@@ -36,6 +36,25 @@ _OUTPUT_SIDE = {
     LinearFactors: "output_gradient_bso",
     ScaleFactors: "output_gradient_bsd",
 }
+
+
+def check_projection(projection: object) -> None:
+    """Refuse what is no projection.
+
+    Args:
+        projection: What the user passed.
+
+    Raises:
+        TypeError: If it is neither a ``Projection`` nor None.
+    """
+    if projection is None or isinstance(projection, Projection):
+        return
+    advice = "Make one: Projection(...)"
+    if isinstance(projection, int) and not isinstance(projection, bool):
+        advice = f"Write Projection(dim={projection})"
+    elif isinstance(projection, str):
+        advice = f"Write Projection(kind={projection!r})"
+    raise TypeError(f"projection must be a Projection or None, got {projection!r}. {advice}.")
 
 
 @dataclass(frozen=True)

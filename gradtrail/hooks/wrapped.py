@@ -27,6 +27,8 @@ __all__ = [
     "named_modules",
     "named_parameters",
     "plain_class",
+    "put_back_whole",
+    "refuse_whole_ties",
     "register_shapes",
     "take_apart",
     "unwrapped",
@@ -108,7 +110,11 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def communicates(model: nn.Module) -> bool:
     """Whether a forward of the model needs every process, as FSDP's do."""
-    return any(is_part(parameter) for parameter in model.parameters())
+    if any(is_part(parameter) for parameter in model.parameters()):
+        return True
+    # between a forward and its backward whole parameters may stand in the places of the parts
+    modules = model.modules()
+    return any(is_sharding(one) or "_fsdp_wrapped_module" in one._modules for one in modules)  # noqa: SLF001
 
 
 def is_part(parameter: Tensor) -> bool:
@@ -133,6 +139,38 @@ def take_apart(model: nn.Module) -> None:
     for module in model.modules():
         if is_sharding(module):
             module.reshard()
+
+
+def put_back_whole(model: nn.Module) -> None:
+    """Put parameters back where FSDP1 that shards nothing left views in their places.
+
+    It does so itself after the backward of a parameter that is trained.
+
+    Args:
+        model: The model.
+    """
+    for _, handle in fsdp_handles(model):
+        if not handle.uses_sharded_strategy:
+            handle._use_unsharded_views(as_params=True)  # noqa: SLF001  # torch has no public way
+
+
+def refuse_whole_ties(model: nn.Module) -> None:
+    """Refuse to freeze what FSDP1 cannot put back: tied parameters that it keeps whole.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ValueError: If there are some.
+    """
+    for _, handle in fsdp_handles(model):
+        tied = handle.flat_param._shared_param_infos  # noqa: SLF001  # torch has no public way
+        if tied and not handle.uses_sharded_strategy:
+            raise ValueError(
+                "FSDP must shard a model with tied parameters, got one that keeps them whole "
+                f"({tied[0].module_name}.{tied[0].param_name}), as in one process or with "
+                "NO_SHARD. Pass the plain model, or one in DDP."
+            )
 
 
 def is_sharding(module: nn.Module) -> bool:

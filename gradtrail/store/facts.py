@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,11 +18,15 @@ __all__ = [
     "StoreFacts",
     "check_same",
     "make_facts",
+    "place_of",
     "read_facts",
     "read_layer",
     "records_digest",
+    "refuse_differing",
 ]
 
+_NAMED = 2  # differing facts that are named after the first
+_SHOWN = 80  # characters of a value in a message
 _SCHEME = re.compile(r"index|content(:.+)?|key:.+", re.DOTALL)
 
 
@@ -193,24 +197,80 @@ def read_facts(folder: object, entries: Mapping[str, Any]) -> StoreFacts:
 
 
 def check_same(folder: object, stored: StoreFacts, wanted: StoreFacts) -> None:
-    """Refuse to go on with a store of other facts.
+    """Refuse to go on with a store of other facts, by a ``StoreError`` that names one with both.
 
     Args:
         folder: Where it lies, for the message.
         stored: What the store declared.
         wanted: What is declared now.
+    """
+    # what a capture says of itself names a cause: the choices follow from it
+    before, now = ({"extra": facts.extra, **asdict(facts)} for facts in (stored, wanted))
+    refuse_differing(folder, before, now)
+
+
+def refuse_differing(folder: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse facts that differ, entry by entry where a fact has entries.
+
+    Args:
+        folder: Where the store lies, for the message; None is memory.
+        before: What the store declared.
+        now: What is declared now.
 
     Raises:
-        StoreError: If a fact differs; it is named with both values.
+        StoreError: If an entry differs; the first is named with both values, and some others.
     """
-    before, now = asdict(stored), asdict(wanted)
-    for name, value in now.items():
-        if before[name] != value:
-            raise StoreError(
-                f"{name} must be that of the store, got {value!r} where {str(folder)!r} was "
-                f"written with {before[name]!r}. Pass another folder, or mode='overwrite' to write "
-                "it anew."
-            )
+    found = list(_differing("", before, now))
+    if not found:
+        return
+    (name, old, new), *others = found
+    also = "; ".join(f"{key} {there} there, {here} here" for key, there, here in others[:_NAMED])
+    raise StoreError(
+        f"{name} must be that of the store, got {new} where {place_of(folder)} was written with "
+        f"{old}. {f'Also: {also}. ' if also else ''}Pass another folder, or mode='overwrite' to "
+        "write it anew."
+    )
+
+
+def place_of(folder: object) -> str:
+    """Where a store lies, in words."""
+    return "the store in memory" if folder is None else repr(str(folder))
+
+
+def _differing(name: str, old: object, new: object) -> Iterator[tuple[str, str, str]]:
+    """Entries that differ, each with its name and both values in short."""
+    old, new = _parsed(old), _parsed(new)
+    if old == new:
+        return
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys([*new, *old]):
+            inner = f"{name}.{key}" if name else key
+            if key in old and key in new:
+                yield from _differing(inner, old[key], new[key])
+            else:
+                sides = (_short(side[key]) if key in side else "nothing" for side in (old, new))
+                yield (inner, *sides)
+    elif isinstance(old, list) and isinstance(new, list):
+        sides = ([e for e in a if e not in b] for a, b in ((old, new), (new, old)))
+        less, more = (_short(side) for side in sides)
+        yield name, f"{len(old)} entries, {less} among them", f"{len(new)}, {more} among them"
+    else:
+        yield name, _short(old), _short(new)
+
+
+def _parsed(value: object) -> object:
+    """A mapping or list that was written down as text, or the value as it is."""
+    if isinstance(value, str) and value[:1] in {"{", "["}:
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def read_layer(entry: Mapping[str, Any]) -> LayerFacts:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from gradtrail.errors import StoreError
 from gradtrail.store.disk import Entry
 
-__all__ = ["AbstractFeeder", "AbstractSource", "fetched"]
+__all__ = ["AbstractCompanion", "AbstractFeeder", "AbstractSource", "fetched"]
 
 
 class AbstractFeeder(ABC):
@@ -19,6 +19,14 @@ class AbstractFeeder(ABC):
     @abstractmethod
     def drain(self) -> None:
         """Wait until all that was taken is appended; what went wrong meanwhile is raised."""
+
+
+class AbstractCompanion(ABC):
+    """Somebody who keeps something beside a log's records, which is written after the last."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Write it: all records are appended and flushed, and the log is about to be closed."""
 
 
 class AbstractSource(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import TypeVar
 
 from gradtrail.store.base import AbstractStore
@@ -61,13 +62,28 @@ class AbstractIndexedStore(AbstractStore):
 
         Raises:
             ValueError: If neither is given.
+            TypeError: If an id is of a kind that no row has, or a step is no int.
         """
         if id is None and step is None:
             raise ValueError("find() must be told what to find, got neither id nor step.")
+        if step is not None and not _is_number(step):
+            raise TypeError(f"step must be an int, got {step!r}. store.steps has that of each row.")
+        if id is not None:
+            self._check_kind(id)
         if id is None:
             return self._view("rows by step", lambda: _rows_by(self.steps)).get(step, ())
         rows = self._view("rows by id", lambda: _rows_by(self.ids)).get(id, ())
         return rows if step is None else tuple(row for row in rows if self.steps[row] == step)
+
+    def _check_kind(self, identity: object) -> None:
+        """Refuse an id that is none of this store's kind, and would be found nowhere."""
+        kinds = self._view("kinds", lambda: sorted({type(name).__name__ for name in self.ids}))
+        found = "int" if _is_number(identity) else type(identity).__name__
+        if kinds and found not in kinds:
+            raise TypeError(
+                f"id must be {' or '.join(kinds)}, as the ids of this store are, got {identity!r}. "
+                "store.ids has that of each row."
+            )
 
     def _plan(
         self, steps: Sequence[int] | None, rows: Sequence[int] | None
@@ -135,6 +151,11 @@ class AbstractIndexedStore(AbstractStore):
         if name not in self._views:
             self._views[name] = make()
         return self._views[name]
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a whole number, of this language or of a library; a truth value is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _rows_by(values: Sequence[int | str]) -> dict[int | str, tuple[int, ...]]:

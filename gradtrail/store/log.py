@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradtrail.errors import StoreError
 from gradtrail.store.disk import Entry, FolderWriter
-from gradtrail.store.fetch import AbstractFeeder
+from gradtrail.store.fetch import AbstractCompanion, AbstractFeeder
 from gradtrail.store.held import Held, budget_bytes, settled
 from gradtrail.store.layout import AbstractKind, Layout, Layouts
 from gradtrail.store.manifest import Manifest
@@ -28,6 +28,10 @@ from gradtrail.store.reading import AbstractReadableLog
 __all__ = ["Log"]
 
 _HOST = torch.device("cpu")
+_GO_ON = (
+    "go on behind what is kept: open the store with mode='resume' and append the missing ones, or "
+    "make the same call or run the same training once more."
+)
 
 
 class Log(AbstractReadableLog):
@@ -50,6 +54,7 @@ class Log(AbstractReadableLog):
         self._owner = os.getpid()
         self._failure: OSError | StoreError | None = None
         self._feeders: weakref.WeakSet[AbstractFeeder] = weakref.WeakSet()
+        self.companions: weakref.WeakSet[AbstractCompanion] = weakref.WeakSet()  # told of the close
         self._count = 0
         with ExitStack() as undo:
             undo.callback(self._give_up)
@@ -167,8 +172,8 @@ class Log(AbstractReadableLog):
             raise OSError(
                 error.errno,
                 f"A block of {entry.layout.num_bytes} bytes could not be written to "
-                f"{str(self.folder)!r} ({error.strerror}). What was stored before is kept. Make "
-                "room or raise the limit, then append it again.",
+                f"{str(self.folder)!r} ({error.strerror}). {self._kept()} Make room or raise the "
+                f"limit, then append it again, or {_GO_ON}",
             ) from error
 
     def flush(self) -> None:
@@ -234,10 +239,21 @@ class Log(AbstractReadableLog):
         self._failure = OSError(
             error.errno,
             f"{len(lost)} blocks could not be written to {str(self.folder)!r} ({error.strerror}). "
-            f"{len(self.entries)} blocks that were stored before are kept. Make room or raise the "
-            "limit, open the store with mode='resume', and append the missing ones.",
+            f"{self._kept()} Make room or raise the limit, then {_GO_ON}",
         )
         raise self._failure from error
+
+    def _kept(self) -> str:
+        """Say what is stored, for whoever must go on behind it."""
+        if not self.entries:
+            return "Nothing was stored before."
+        rows = sum(len(entry.facts.get("ids", ())) for entry in self.entries)
+        counted = f" with {rows} rows" if rows else ""
+        last = max(entry.facts["step"] for entry in self.entries)
+        return (
+            f"{len(self.entries)} blocks{counted} that were stored before, up to step {last}, are "
+            "kept there."
+        )
 
     def discard(self, step: int) -> None:
         """Let all of this rank's records of a step so far count no more."""
@@ -314,6 +330,8 @@ class Log(AbstractReadableLog):
         try:
             if self._failure is None:
                 self.flush()
+                for companion in list(self.companions):
+                    companion.complete()
         finally:
             with self._write_lock:
                 self._closed = True

@@ -14,7 +14,15 @@ from typing import Any
 from gradtrail.errors import StoreError
 from gradtrail.files import replace_text
 
-__all__ = ["FORMAT", "MANIFEST", "Manifest", "is_foreign", "manifest_name", "read_manifest"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Manifest",
+    "is_foreign",
+    "is_store",
+    "manifest_name",
+    "read_manifest",
+]
 
 FORMAT = "gradtrail-store-1"
 MANIFEST = "manifest.json"
@@ -151,12 +159,22 @@ def _checksum(entries: Mapping[str, Any]) -> int:
 
 def is_foreign(folder: Path) -> bool:
     """Whether a folder's manifest is whole, and of something else than a store."""
+    return _is_ours(folder) is False
+
+
+def is_store(folder: Path) -> bool:
+    """Whether a folder's manifest is whole, and of a store."""
+    return _is_ours(folder) is True
+
+
+def _is_ours(folder: Path) -> bool | None:
+    """Whether a manifest is of a store, of whatever format; None where none can be read."""
     try:
         entries = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False
+        return None
     found = entries.get("format") if isinstance(entries, dict) else None
-    return not (isinstance(found, str) and found.startswith("gradtrail-store-"))
+    return isinstance(found, str) and found.startswith("gradtrail-store-")
 
 
 def _version() -> str:

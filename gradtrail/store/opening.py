@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from gradtrail.distributed import guarded, rank, world_size
 from gradtrail.errors import StoreError
 from gradtrail.store.disk import RankEntries, read_entries
+from gradtrail.store.journal import journal_name
 from gradtrail.store.layout import AbstractKind, Layouts
 from gradtrail.store.manifest import Manifest, read_manifest
 from gradtrail.store.place import (
@@ -20,6 +22,7 @@ from gradtrail.store.place import (
     prepare,
     ranks_in,
     remove_unfinished,
+    shards_in,
 )
 
 __all__ = ["Opened", "open_for_reading", "open_for_writing"]
@@ -60,6 +63,10 @@ def open_for_reading(folder: Path, kind: AbstractKind) -> Opened:
     Raises:
         StoreError: If it holds no whole store of this kind.
     """
+    if folder.is_file():
+        raise StoreError(
+            f"path must be the folder of a store, got the file {str(folder)!r}. Pass its folder."
+        )
     manifest = read_manifest(folder, kind.name)
     if manifest is None:
         raise StoreError(
@@ -159,8 +166,19 @@ def _check_run(folder: Path, main: Manifest, other: Manifest) -> None:
         )
 
 
+def _refuse_orphans(folder: Path, lying: Mapping[int, str], ranks: set[int]) -> None:
+    """Refuse shards without a journal: what they hold is unknown, and it is not for deletion."""
+    for number in sorted(set(lying) - ranks):
+        raise StoreError(
+            f"Shards must lie beside the journal that names them, got {lying[number]!r} in "
+            f"{str(folder)!r} without {journal_name(number)!r}, or with one that is empty. Nothing "
+            "was deleted: restore the journal, or write the store anew with mode='overwrite'."
+        )
+
+
 def _load(folder: Path, kind: AbstractKind, manifest: Manifest) -> Opened:
     """Read the journals of all ranks."""
+    lying = shards_in(folder)  # listed first: a journal is written before its first shard
     numbers = ranks_in(folder)
     for number in numbers:
         if number >= manifest.world_size:
@@ -170,6 +188,7 @@ def _load(folder: Path, kind: AbstractKind, manifest: Manifest) -> Opened:
             )
     layouts = Layouts(kind)
     ranks = [read_entries(folder, manifest, number, layouts) for number in numbers]
+    _refuse_orphans(folder, lying, {rank.rank for rank in ranks if rank.num_bytes})
     told: dict[str, Any] = {}
     try:
         for number in range(manifest.world_size):

@@ -33,6 +33,7 @@ __all__ = [
     "ranks_in",
     "remove_store",
     "shard_name",
+    "shards_in",
     "temporary_folder",
 ]
 
@@ -41,6 +42,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 SHARD_NAME = re.compile(r"\d{4}-\d{6}\.safetensors", re.ASCII)
 _ATTACHMENT = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+_MANIFEST = re.compile(r"manifest(-\d{4})?\.json", re.ASCII)
 _JOURNAL = re.compile(r"journal-(\d{4})\.jsonl", re.ASCII)
 _STORED = re.compile(
     r"manifest(-\d{4})?\.json|journal-\d{4}\.jsonl|\d{4}-\d{6}\.safetensors"
@@ -81,6 +83,11 @@ def ranks_in(folder: Path) -> list[int]:
     """Ranks whose journals lie in a folder, ascending."""
     found = (_JOURNAL.fullmatch(name) for name in _names(folder))
     return sorted(int(match[1]) for match in found if match)
+
+
+def shards_in(folder: Path) -> dict[int, str]:
+    """One of the shards that lie in a folder, of each rank that has any."""
+    return {int(name[:4]): name for name in _names(folder) if SHARD_NAME.fullmatch(name)}
 
 
 def make_folder(folder: Path) -> None:
@@ -175,6 +182,9 @@ def check_mode(folder: Path, mode: Mode) -> None:
             f"path must hold a store, or none, with mode='overwrite', got {str(folder)!r} with a "
             "manifest.json of something else. Pass another folder."
         )
+    others = [n for n in names if not (_LOCK.fullmatch(n) or _UNFINISHED.fullmatch(n))]
+    if mode == "overwrite" and others and MANIFEST not in stored:
+        _check_own(folder, others)
     if mode == "resume" and stored and MANIFEST not in stored:
         raise StoreError(
             f"path must hold a store with its manifest, got {str(folder)!r} with {stored[0]!r} "
@@ -188,11 +198,21 @@ def check_mode(folder: Path, mode: Mode) -> None:
             "Pass mode='resume' to go on with it, mode='overwrite' to write it anew, or another "
             "folder."
         )
-    others = [n for n in names if not (_LOCK.fullmatch(n) or _UNFINISHED.fullmatch(n))]
     if others:
         raise StoreError(
             f"path must be a new or an empty folder with mode='create', got {str(folder)!r} with "
             f"{others[0]!r} in it. Pass another folder."
+        )
+
+
+def _check_own(folder: Path, names: list[str]) -> None:
+    """Refuse to delete files of which nothing says that a store wrote them."""
+    foreign = [name for name in names if _STORED.fullmatch(name) is None]
+    if foreign or not any(_JOURNAL.fullmatch(name) for name in names):
+        raise StoreError(
+            "path must hold a store, or be a new or an empty folder, with mode='overwrite', got "
+            f"{str(folder)!r} with {(foreign or names)[0]!r} and no manifest.json. Nothing was "
+            "deleted: pass another folder, or empty this one yourself."
         )
 
 
@@ -208,10 +228,28 @@ def remove_unfinished(folder: Path, rank: int, journalled: set[str]) -> None:
 
 
 def remove_store(folder: Path) -> None:
-    """Delete a store's own files, journals first, so that at no time one names what is gone."""
+    """Delete a store's own files so that whoever is killed meanwhile leaves an empty store.
+
+    At no time a journal names what is gone, a shard lies there without its journal, or anything
+    without the manifest.
+
+    Args:
+        folder: The store's folder.
+    """
     names = [n for n in _names(folder) if _STORED.fullmatch(n) or _UNFINISHED.fullmatch(n)]
-    for name in sorted(names, key=lambda name: (not name.startswith("journal"), name)):
+    journals = [name for name in names if _JOURNAL.fullmatch(name)]
+    manifests = [name for name in names if _MANIFEST.fullmatch(name)]
+    for name in journals:
+        _keep_first_line(folder / name)
+    first = [name for name in names if name not in {*journals, *manifests}]
+    for name in [*first, *journals, *manifests]:  # that of rank 0 is the last of these
         (folder / name).unlink(missing_ok=True)
+
+
+def _keep_first_line(journal: Path) -> None:
+    """Have a journal name no shard any more."""
+    with journal.open("r+b") as file:
+        file.truncate(len(file.readline()))
 
 
 def remove_folder(folder: Path, owner: int) -> None:

@@ -88,7 +88,7 @@ class Shard:
             size = None
         if self.total is not None and size != self.total.num_bytes:
             found = "none" if size is None else f"{size} bytes"
-            raise StoreError(f"{_damaged(self)}, got {found} where it had {self.total.num_bytes}.")
+            raise StoreError(_damaged(self, f"{found} where it had {self.total.num_bytes}"))
 
     def check(self) -> None:
         """Compare every byte with what was written, the first time this is called.
@@ -112,14 +112,12 @@ class Shard:
         with FileIO(self.path) as file:
             head = file.read(self.data_start)
             if head != pad_header(_head(self.layouts), self.data_start):
-                raise StoreError(f"{_damaged(self)}, got a header that its records contradict.")
+                raise StoreError(_damaged(self, "a header that its records contradict"))
             crc, buffer = zlib.crc32(head), memoryview(bytearray(_CHUNK))
             while count := file.readinto(buffer):
                 crc = zlib.crc32(buffer[:count], crc)
         if crc != self.total.crc32:
-            raise StoreError(
-                f"{_damaged(self)}, got checksum {crc} where {self.total.crc32} was written."
-            )
+            raise StoreError(_damaged(self, f"checksum {crc} where {self.total.crc32} was written"))
 
     def read_ahead(self, start: int, layout: Layout) -> None:
         """Ask the system to bring a record's bytes into its cache, without waiting for them."""
@@ -174,7 +172,7 @@ class Shard:
                 return _read(self.path, offset, spec)
             except (OSError, EOFError) as error:
                 self.check_size()
-                raise StoreError(f"{_damaged(self)}, got {error}.") from error
+                raise StoreError(_damaged(self, str(error))) from error
 
     def _mapped(self, stop: int) -> torch.UntypedStorage:
         """Map the file's first bytes, which keeps no file open."""
@@ -182,7 +180,7 @@ class Shard:
             return torch.UntypedStorage.from_file(str(self.path), False, stop)  # noqa: FBT003  # takes no keywords
         except (OSError, RuntimeError) as error:
             self.check_size()
-            raise StoreError(f"{_damaged(self)}, got {error}.") from error
+            raise StoreError(_damaged(self, str(error))) from error
 
     def rename(self, move: Callable[[], tuple[Path, int, FileSum | None]]) -> None:
         """Rename the file while nobody reads it, and note what ``move`` returns."""
@@ -378,8 +376,9 @@ def _read(path: Path, offset: int, spec: TensorSpec) -> Tensor:
         return torch.frombuffer(data, dtype=spec.dtype).reshape(spec.shape)
 
 
-def _damaged(shard: Shard) -> str:
+def _damaged(shard: Shard, found: str) -> str:
     return (
-        f"Shard {shard.name} of {str(shard.path.parent)!r} must be as it was written, else what "
-        "it holds cannot be used: restore the file, or write the store anew with mode='overwrite'"
+        f"Shard {shard.name} of {str(shard.path.parent)!r} must be as it was written, got {found}. "
+        "What it holds cannot be used: restore the file, or write the store anew with "
+        "mode='overwrite'."
     )

@@ -14,7 +14,7 @@ from gradtrail.errors import StoreError
 from gradtrail.store.base import AbstractStore
 from gradtrail.store.blocks import unknown
 from gradtrail.store.disk import Entry
-from gradtrail.store.facts import as_json
+from gradtrail.store.facts import as_json, refuse_differing
 from gradtrail.store.held import check_tensor
 from gradtrail.store.layout import AbstractKind, Layout, plan_layout
 from gradtrail.store.options import LogOptions, Residency
@@ -99,11 +99,10 @@ class StepStore(AbstractStore):
     def define(self, **facts: Any) -> None:  # noqa: ANN401
         """Declare what the steps are of; in a store that has facts they must be the same.
 
+        One that differs raises ``StoreError``, which names it with both values.
+
         Args:
             **facts: Anything that fits JSON, by name.
-
-        Raises:
-            StoreError: If a fact differs from the store's; it is named with both values.
         """
         made = as_json("facts", facts)
         self.log.check_writable()
@@ -111,13 +110,7 @@ class StepStore(AbstractStore):
         if before is None:
             self.log.declare(made)
             return
-        for name in dict.fromkeys([*made, *before]):
-            if made.get(name) != before.get(name) or (name in made) != (name in before):
-                raise StoreError(
-                    f"{name} must be that of the store, got {made.get(name)!r} where "
-                    f"{str(self.path)!r} was written with {before.get(name)!r}. Pass another "
-                    "folder, or mode='overwrite' to write it anew."
-                )
+        refuse_differing(self.path, before, made)
 
     def append(
         self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None
