@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["check_choice", "check_positive", "near_names"]
+__all__ = ["check_choice", "check_positive", "near_names", "near_numbers"]
 
 _CLOSE = 0.6  # share of letters that a name must have in common with a mistyped one
 
@@ -23,6 +23,21 @@ def near_names(name: str, names: Iterable[str], *, count: int = 3) -> str:
     """
     close = difflib.get_close_matches(name, list(names), n=count, cutoff=_CLOSE)
     return ", ".join(repr(entry) for entry in close) or "none"
+
+
+def near_numbers(number: int, numbers: Iterable[int], *, count: int = 3) -> str:
+    """List the numbers closest to one that there is not.
+
+    Args:
+        number: What was written.
+        numbers: What there is.
+        count: How many are listed at most.
+
+    Returns:
+        The numbers, ascending, or ``"none"``.
+    """
+    close = sorted(set(numbers), key=lambda one: (abs(one - number), one))[:count]
+    return ", ".join(map(str, sorted(close))) or "none"
 
 
 def check_choice(option: str, value: object, allowed: Iterable[object]) -> None:

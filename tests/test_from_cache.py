@@ -332,7 +332,7 @@ def test_no_step_gives_no_rows(stores, method):
 def test_a_step_that_is_not_stored_is_refused(stores):
     pair = stores("graddot")
     with pytest.raises(
-        ValueError, match=r"among the 3 steps of train_store, got \[12\]. Near: '2'"
+        ValueError, match=r"among the 3 steps of train_store, got \[12\]. Near: 0, 1, 2"
     ):
         attribute_from_cache(pair.train, pair.query, selected_steps=[1, 12], **QUIET)
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from gradtrail import HookManager, example_id
 from gradtrail.hooks import batch_ids
+from gradtrail.hooks.examples import ExampleIds
 
 LENGTHS = (6, 4, 5, 1)
 
@@ -177,7 +178,7 @@ def test_hash_field_that_a_step_lacks_raises(field):
     with manager.collect():  # and the manager is none the worse for it
         with pytest.raises(KeyError):
             model(x)
-        manager._hash_fields = [0]
+        manager.ids = ExampleIds(None, [0])
         model(x).sum().backward()
     assert manager.steps == 1
 

@@ -688,9 +688,9 @@ def test_factors_are_kept_only_where_they_fit(monkeypatch):
     model, held = Net(), []
     make = kept.KeptFactors.__init__
 
-    def note(self, num_rows, budget):
+    def note(self, num_rows, budget, **options):
         held.append(budget)
-        make(self, num_rows, budget)
+        make(self, num_rows, budget, **options)
 
     monkeypatch.setattr(kept.KeptFactors, "__init__", note)
     model_of = {}

@@ -503,7 +503,8 @@ def test_find(looked_up):
     assert store.find(id=2, step=4) == (4,)
     assert store.find(id=0, step=4) == (5,)
     assert store.find(id=77) == ()
-    assert store.find(id="2") == ()
+    with pytest.raises(TypeError, match="id must be int, .* got '2'"):
+        store.find(id="2")
     assert store.find(step=3) == ()
     assert store.find(id=3, step=2) == ()
 

@@ -7,7 +7,7 @@ import pytest
 from storing import FACTS, journal, shards, small_block, write_store
 
 from gradtrail.errors import StoreError
-from gradtrail.options import near_names
+from gradtrail.options import near_names, near_numbers
 from gradtrail.store import GradientStore, StepStore
 
 
@@ -235,3 +235,5 @@ def test_names_far_from_what_was_written_are_not_shown():
     assert near_names("dampin", names) == "'damping'"
     assert near_names("dtype", names) == "none"
     assert near_names("shard_bytes", names) == "none"
+    assert near_numbers(7, [90, 5, 6, 12, 5]) == "5, 6, 12"
+    assert near_numbers(7, []) == "none"

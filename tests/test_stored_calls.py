@@ -205,6 +205,11 @@ def test_selected_steps_must_be_several(pair, steps):
         search(pair.train, pair.query, 2, selected_steps=steps, **QUIET)
 
 
+def test_selected_steps_must_be_numbers(pair):
+    with pytest.raises(TypeError, match=r"selected_steps must be ints, got \['1'\]"):
+        attribute_from_cache(pair.train, pair.query, selected_steps=["1"], **QUIET)
+
+
 def test_optimizer_states_must_be_a_store_and_of_use(pair):
     states = StepStore(residency="memory")
     with pytest.raises(ValueError, match="a method that reads them, got method 'graddot'. Leave"):

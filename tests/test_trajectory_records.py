@@ -136,7 +136,7 @@ def test_missing_records_are_named(tmp_path_factory, method):
     with pytest.raises(ValueError, match=r"got None. Record .*: OptimizerStateCallback\(StepStore"):
         scored(method, run, optimizer_states=None)
     other = StepStore(residency="memory")
-    with pytest.raises(ValueError, match="that OptimizerStateCallback wrote, got one of None"):
+    with pytest.raises(ValueError, match="wrote, got one that nothing was recorded in. Record"):
         scored(method, run, optimizer_states=other)
     other.define(recorder="ParameterSnapshotCallback")
     with pytest.raises(ValueError, match="got one of 'ParameterSnapshotCallback'"):

@@ -13,6 +13,7 @@ from torch import nn
 from gradtrail.errors import CurvatureError, GradTrailWarning
 from gradtrail.factors import Projection
 from gradtrail.hooks import LayerChoice, Selection, Unit, select_layers
+from gradtrail.hooks.wrapped import whole_shape
 
 __all__ = [
     "LayerRules",
@@ -240,7 +241,11 @@ def _direct_size(unit: Unit, projection: Projection | None) -> int:
     owner = unit.owners[0]
     roles = (("weight", owner.roles.weight), ("bias", owner.roles.bias))
     own = owner.module._parameters  # noqa: SLF001
-    size = sum(own[role].numel() for role, wanted in roles if wanted and own[role] is not None)
+    size = sum(
+        whole_shape(owner.module, role).numel()
+        for role, wanted in roles
+        if wanted and own[role] is not None
+    )
     if projection is None:
         return size
     limit = projection.dim**2 if projection.kind == "factored" else projection.dim

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from gradtrail.factors import (
     to_dense,
 )
 from gradtrail.kronecker import COVARIANCES
-from gradtrail.options import near_names
+from gradtrail.options import near_numbers
 from gradtrail.store import BlockRecord, GradientStore, StoredBlock, records_digest
 
 __all__ = ["StoredRows", "attached_covariances", "replay", "rows_between", "stored_rows"]
@@ -125,14 +126,17 @@ def stored_rows(
 
     Raises:
         ValueError: If a step is not in the store.
+        TypeError: If a step is no number.
     """
     records = store.records
     if steps is not None:
         wanted = set(steps)
+        if not all(isinstance(step, Integral) for step in wanted):
+            raise TypeError(f"selected_steps must be ints, got {list(steps)[:5]}.")
         known = {record.step for record in records}
         missing = sorted(wanted - known)
         if missing:
-            near = near_names(str(missing[0]), map(str, sorted(known)))
+            near = near_numbers(missing[0], known)
             raise ValueError(
                 f"selected_steps must be among the {len(known)} steps of {option}, got "
                 f"{missing[:5]}. Near: {near}."

@@ -19,7 +19,7 @@ from gradtrail.factors import (
     map_tensors,
     to_dense,
 )
-from gradtrail.options import near_names
+from gradtrail.options import near_names, near_numbers
 from gradtrail.store.codec import restore, turned
 from gradtrail.store.disk import Entry
 from gradtrail.store.log import Log
@@ -142,5 +142,8 @@ def _nothing(some: LayerGradient, num_examples: int) -> LayerGradient:
 
 def unknown(option: str, value: object, known: Sequence[object]) -> ValueError:
     """The error of a step or layer that is not stored."""
-    near = near_names(str(value), dict.fromkeys(str(entry) for entry in known))
+    if isinstance(value, int):
+        near = near_numbers(value, known)
+    else:
+        near = near_names(str(value), dict.fromkeys(str(entry) for entry in known))
     return ValueError(f"{option} must be stored, got {value!r}. Near it: {near}.")
