@@ -737,7 +737,9 @@ def fresh_compiler():
     import torch._dynamo
 
     torch._dynamo.reset()
-    yield
+    # a training that failed elsewhere may have left its capture on, which runs compiled code eagerly
+    with torch.compiler.set_stance("default"):
+        yield
     torch._dynamo.reset()
 
 
