@@ -737,7 +737,7 @@ def fresh_compiler():
     import torch._dynamo
 
     torch._dynamo.reset()
-    # a training that failed elsewhere may have left its capture on, which runs compiled code eagerly
+    # a training that failed elsewhere may have left its capture on, which stops compilation
     with torch.compiler.set_stance("default"):
         yield
     torch._dynamo.reset()
