@@ -144,8 +144,8 @@ def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=128, help="side of the network's layers")
-    parser.add_argument("--queries", type=int, default=16)
+    parser.add_argument("--width", type=int, default=256, help="side of the network's layers")
+    parser.add_argument("--queries", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--capture", choices=("factored", "materialized"), default="materialized")
