@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -393,11 +394,25 @@ class Source(AbstractSource):
             raise StoreError("damaged")
 
 
+def appears(wanted, seen):
+    """Wait until a thread has done something."""
+    for _ in range(1000):
+        if wanted in seen:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_the_next_record_is_fetched_before_this_one_is_given():
     source, before = Source({"c", "bad"}), set(threading.enumerate())
     for entry in fetched(source, ["a", "b", "c", "bad"], prefetch=True):
         if entry == "a":
-            assert source.seen == [("fetch", "b"), ("touch", "a")]
+            assert [pair for pair in source.seen if pair[1] != "c"] == [
+                ("fetch", "b"),
+                ("touch", "a"),
+            ]
+            assert appears(("fetch", "c"), source.seen)  # the next slow one, two records ahead
+            assert ("fetch", "bad") not in source.seen  # and no more than that
     assert [kind for kind, _ in source.seen].count("fetch") == 3
     assert [entry for kind, entry in source.seen if kind == "touch"] == ["a", "b", "c", "bad"]
     assert source.threads == {("b", True), ("c", False), ("bad", False)}

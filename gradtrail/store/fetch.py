@@ -48,32 +48,43 @@ class AbstractSource(ABC):
 def fetched(source: AbstractSource, entries: Sequence[Entry], *, prefetch: bool) -> Iterator[Entry]:
     """Go through records, each once it is known to be whole.
 
+    The next record is asked for while one is given, and a thread verifies the next shard that has
+    not been read yet while the records of the one before it are: never more than one ahead.
+
     Args:
         source: Where they are brought from.
         entries: The records.
-        prefetch: Whether the next one is fetched meanwhile.
+        prefetch: Whether that is done.
 
     Yields:
         The records in order.
     """
     waiting: threading.Thread | None = None
+    reached = 0  # the record that the last thread was started for
     try:
         for number, entry in enumerate(entries):
-            if waiting is not None:
-                waiting.join()
-                waiting = None
-            more = prefetch and number + 1 < len(entries)
-            following = entries[number + 1] if more else None
-            if following is not None and source.is_slow(following):
-                waiting = threading.Thread(target=_fetch, args=(source, following), daemon=True)
-                waiting.start()
-            elif following is not None:
-                _fetch(source, following)
+            if prefetch and number + 1 < len(entries) and not source.is_slow(entries[number + 1]):
+                _fetch(source, entries[number + 1])
+            if prefetch and number >= reached:
+                if waiting is not None:
+                    waiting.join()
+                later = range(number + 1, len(entries))
+                reached = next((n for n in later if source.is_slow(entries[n])), len(entries))
+                waiting = _started(source, entries[reached : reached + 1])
             source.touch(entry)
             yield entry
     finally:
         if waiting is not None:
             waiting.join()
+
+
+def _started(source: AbstractSource, entries: Sequence[Entry]) -> threading.Thread | None:
+    """Start to fetch a record in the background, or none."""
+    if not entries:
+        return None
+    thread = threading.Thread(target=_fetch, args=(source, entries[0]), daemon=True)
+    thread.start()
+    return thread
 
 
 def _fetch(source: AbstractSource, entry: Entry) -> None:

@@ -209,10 +209,11 @@ class StepStore(AbstractStore):
         self, entry: Entry, names: Sequence[str] | None, device: torch.device | str | None
     ) -> dict[str, Tensor]:
         stored = entry.layout.tensors
+        memory = self.log.memory(entry) if names is None else None  # of all of it or of a part
         found = {}
         for name in stored if names is None else names:
             if name not in stored:
                 raise unknown("names", name, list(stored))
-            tensor = self.log.tensor(entry, name)
+            tensor = self.log.tensor(entry, name, memory)
             found[name] = tensor if device is None else tensor.to(device)
         return found
