@@ -32,22 +32,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrail.attribution.data import Rows
-from gradtrail.attribution.losses import Loss
-from gradtrail.attribution.measures import Demands, Measures
-from gradtrail.attribution.method import METHODS, MethodEntry, Task
-from gradtrail.attribution.session import Session
+from gradtrail.attribution.method import METHODS, MethodEntry
 from gradtrail.attribution.trajectory import AbstractLayerStep, State, TrajectoryStep
 from gradtrail.attribution.trajectory_checks import (
     check_records,
     recorded_sizes,
-    refuse_live,
     refused_projection,
 )
 from gradtrail.attribution.trajectory_masks import Cut, drawn_cuts, kept_cuts, whole_cuts
-from gradtrail.attribution.trajectory_method import AbstractStoredMethod, StoredTask
+from gradtrail.attribution.trajectory_method import StoredTask
 from gradtrail.attribution.trajectory_records import LayerRecord, TrainingRecords
 from gradtrail.attribution.trajectory_run import (
+    AbstractSweepMethod,
     CurvatureKind,
     Direction,
     check_sweep,
@@ -204,7 +200,7 @@ def linearise_adamw(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWMethod(AbstractStoredMethod):
+class AdamWMethod(AbstractSweepMethod):
     """Options of ``"adamw"``.
 
     Attributes:
@@ -249,21 +245,6 @@ class AdamWMethod(AbstractStoredMethod):
     def name(self) -> str:
         """The registered name."""
         return "adamw"
-
-    def demands(self, measures: Measures, session: Session) -> Demands:
-        """Refuse a fixed model: the method scores a training run."""
-        del measures, session
-        refuse_live(self.name)
-
-    def score(self, session: Session, task: Task) -> tuple[Tensor, Tensor | None]:
-        """Refuse a fixed model: the method scores a training run."""
-        del session, task
-        refuse_live(self.name)
-
-    def self_score(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> Tensor:
-        """Refuse a fixed model: the method scores a training run."""
-        del session, rows, loss, batch_size
-        refuse_live(self.name)
 
     def score_stored(self, task: StoredTask) -> Tensor:
         """Score the examples of the selected steps against every query.

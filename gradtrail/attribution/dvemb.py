@@ -20,20 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrail.attribution.data import Rows
-from gradtrail.attribution.losses import Loss
-from gradtrail.attribution.measures import Demands, Measures
-from gradtrail.attribution.method import METHODS, MethodEntry, Task
-from gradtrail.attribution.session import Session
+from gradtrail.attribution.method import METHODS, MethodEntry
 from gradtrail.attribution.trajectory import AbstractLayerStep, State
-from gradtrail.attribution.trajectory_checks import check_records, refuse_live
-from gradtrail.attribution.trajectory_method import AbstractStoredMethod, StoredTask
+from gradtrail.attribution.trajectory_checks import check_records
+from gradtrail.attribution.trajectory_method import StoredTask
 from gradtrail.attribution.trajectory_records import (
     LayerRecord,
     TrainingRecords,
     stored_cuts,
 )
 from gradtrail.attribution.trajectory_run import (
+    AbstractSweepMethod,
     CurvatureKind,
     Direction,
     check_sweep,
@@ -103,7 +100,7 @@ class GradientLayerStep(AbstractLayerStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DVEmbMethod(AbstractStoredMethod):
+class DVEmbMethod(AbstractSweepMethod):
     """Options of ``"dvemb"``.
 
     Attributes:
@@ -126,21 +123,6 @@ class DVEmbMethod(AbstractStoredMethod):
     def name(self) -> str:
         """The registered name."""
         return "dvemb"
-
-    def demands(self, measures: Measures, session: Session) -> Demands:
-        """Refuse a fixed model: the method scores a training run."""
-        del measures, session
-        refuse_live(self.name)
-
-    def score(self, session: Session, task: Task) -> tuple[Tensor, Tensor | None]:
-        """Refuse a fixed model: the method scores a training run."""
-        del session, task
-        refuse_live(self.name)
-
-    def self_score(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> Tensor:
-        """Refuse a fixed model: the method scores a training run."""
-        del session, rows, loss, batch_size
-        refuse_live(self.name)
 
     def score_stored(self, task: StoredTask) -> Tensor:
         """Score the examples of the selected steps against every query.

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gradtrail.attribution.data import Rows
+from gradtrail.attribution.losses import Loss
+from gradtrail.attribution.measures import Measures
 from gradtrail.attribution.memory import free_bytes
+from gradtrail.attribution.method import Task
+from gradtrail.attribution.session import Session
 from gradtrail.attribution.trajectory import (
     TrajectoryStep,
     gauss_newton,
     pull_back,
     push_forward,
 )
+from gradtrail.attribution.trajectory_checks import refuse_live
+from gradtrail.attribution.trajectory_method import AbstractStoredMethod
 from gradtrail.attribution.trajectory_records import Linearise, TrainingRecords
 from gradtrail.options import check_choice
 
-__all__ = ["CurvatureKind", "Direction", "check_sweep", "sweep_scores"]
+__all__ = ["AbstractSweepMethod", "CurvatureKind", "Direction", "check_sweep", "sweep_scores"]
 
 CurvatureKind: TypeAlias = Literal["full", "block_diagonal"]
 Direction: TypeAlias = Literal["query", "train"]
+
+
+class AbstractSweepMethod(AbstractStoredMethod):
+    """A method that scores the steps of a training run, and no fixed model."""
+
+    def demands(self, measures: Measures, session: Session) -> NoReturn:
+        """Refuse a fixed model."""
+        del measures, session
+        refuse_live(self.name)
+
+    def score(self, session: Session, task: Task) -> NoReturn:
+        """Refuse a fixed model."""
+        del session, task
+        refuse_live(self.name)
+
+    def self_score(self, session: Session, rows: Rows, loss: Loss, batch_size: int) -> NoReturn:
+        """Refuse a fixed model."""
+        del session, rows, loss, batch_size
+        refuse_live(self.name)
 
 
 def check_sweep(curvature: str, direction: str) -> None:

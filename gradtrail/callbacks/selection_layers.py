@@ -23,8 +23,8 @@ from gradtrail.factors import (
     to_dense,
 )
 from gradtrail.hooks import Owner, Unit
-from gradtrail.hooks.parameter_rows import entry_order
-from gradtrail.hooks.wrapped import named_parameters, take_apart, whole_shape
+from gradtrail.hooks.parameter_rows import entry_order, layer_parameters
+from gradtrail.hooks.wrapped import whole_shape
 
 __all__ = [
     "Contribution",
@@ -175,20 +175,10 @@ def trained_layers(units: tuple[Unit, ...], model: nn.Module) -> dict[str, Train
     Returns:
         By layer name.
     """
-    take_apart(model)
-    names = {id(parameter): name for name, parameter in named_parameters(model)}
-    found = {}
-    for unit in units:
-        owner = unit.owners[0]
-        own = owner.module._parameters  # noqa: SLF001  # the dict itself: no computed attribute
-        roles = {"weight": owner.roles.weight, "bias": owner.roles.bias}
-        parameters = {
-            role: own[role] for role, wanted in roles.items() if wanted and own[role] is not None
-        }
-        found[unit.name] = TrainedLayer(
-            unit.name, owner, parameters, {role: names[id(p)] for role, p in parameters.items()}
-        )
-    return found
+    return {
+        name: TrainedLayer(name, found.owner, found.parameters, found.names)
+        for name, found in layer_parameters(units, model).items()
+    }
 
 
 def add_up(gradient: LayerGradient) -> DenseGradient:
