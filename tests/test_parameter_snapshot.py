@@ -210,9 +210,9 @@ def test_each_stored_step_is_read_once(monkeypatch):
     read = []
     original = store.log.tensor
 
-    def counted(entry, name):
+    def counted(entry, name, *rest):
         read.append((entry.facts["step"], name))
-        return original(entry, name)
+        return original(entry, name, *rest)
 
     monkeypatch.setattr(store.log, "tensor", counted)
     assert len(list(replay(HookManager(small()), store, loss=loss_of, reverse=True))) == 5
