@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from gradtrail.factors.materialize import to_dense
 from gradtrail.factors.types import (
@@ -256,6 +255,7 @@ def _stack(pieces: Sequence[Tensor], positions: int) -> Tensor:
     padded = []
     for piece in pieces:
         missing = positions - piece.shape[1]
-        pad = [0, 0] * (piece.dim() - 2) + [0, missing]
-        padded.append(F.pad(piece, pad) if missing else piece)
+        # older torch does not pad a tensor without elements
+        zeros = piece.new_zeros(piece.shape[0], missing, *piece.shape[2:])
+        padded.append(torch.cat([piece, zeros], 1) if missing else piece)
     return torch.cat(padded)

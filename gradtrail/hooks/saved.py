@@ -44,6 +44,22 @@ class _Save(torch.autograd.Function):
         return (None,) * (1 + len(ctx.saved_tensors))
 
 
+class _Recorded:
+    """What autograd saved; held by the output, without which older torch lets the node go."""
+
+    def __init__(self, output: Tensor) -> None:
+        self._output = output
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors as autograd gives them back.
+
+        Returns:
+            What was saved.
+        """
+        return self._output.grad_fn.saved_tensors
+
+
 class _Held:
     """The same for tensors that nothing but autograd itself would keep: held, with their version.
 
@@ -71,11 +87,11 @@ class _Held:
         return self._tensors
 
 
-def _save(tensors: tuple[Tensor, ...], anchor: Tensor) -> Any:  # noqa: ANN401
+def _save(tensors: tuple[Tensor, ...], anchor: Tensor) -> _Held | _Recorded:
     """Save tensors; what comes back gives them as ``saved_tensors``."""
     if _top_hooks is not None and _top_hooks(False) is None:  # noqa: FBT003  # torch's own signature
         return _Held(tensors)
-    return _Save.apply(anchor, *(tensor.detach() for tensor in tensors)).grad_fn
+    return _Recorded(_Save.apply(anchor, *(tensor.detach() for tensor in tensors)))
 
 
 class SavedInput:
@@ -88,7 +104,7 @@ class SavedInput:
             tensors: What to keep, the layer's main input first.
         """
         self._source = tuple((tensor, tensor._version) for tensor in tensors)  # noqa: SLF001
-        self._nodes: list[Any] = []
+        self._nodes: list[_Held | _Recorded] = []
         self._remaining = 0
         self._value: tuple[tuple[Tensor, ...], dict[object, Tensor]] | None = None
 
