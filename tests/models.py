@@ -1,6 +1,7 @@
 """Tiny models, rows for them, and two ways to their per-example gradients: captured, and alone."""
 
 import contextlib
+import importlib
 
 import pytest
 import torch
@@ -25,6 +26,12 @@ SIDES = {
     "max_position_embeddings": 16,
 }
 LLAMA_SIDES = {**SIDES, "num_key_value_heads": 1}
+
+
+def model_class(model, name):
+    """A class of a model's modeling file, where this version of the library has it."""
+    pytest.importorskip(f"transformers.models.{model}")
+    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
 
 
 def _gpt2(t):

@@ -1,9 +1,8 @@
 """Every layer rule against plain autograd, on the cases it declares and on classes of models."""
 
-import importlib
-
 import pytest
 import torch
+from models import model_class
 from torch import nn
 from torch.nn import functional as F
 
@@ -316,11 +315,6 @@ RMS_NORMS = {
     "mt5": "MT5LayerNorm",
     "udop": "UdopLayerNorm",
 }
-
-
-def model_class(model, name):
-    pytest.importorskip("transformers")
-    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
 
 
 @pytest.mark.parametrize("model", RMS_NORMS)

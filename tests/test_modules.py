@@ -1,7 +1,6 @@
 """Modules used in the ways that models use them: right against autograd, or refused by name."""
 
 import copy
-import importlib
 import warnings
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from capturing import (
     tiny_llama,
     train_step,
 )
+from models import model_class
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -965,11 +965,6 @@ def test_output_that_is_a_parameter_of_the_model_gathers_no_hooks():
 
 
 # ---------------------------------------------------------------- classes of language models
-
-
-def model_class(model, name):
-    pytest.importorskip("transformers")
-    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma2", "t5"])

@@ -186,12 +186,18 @@ def refuse_unusual(model: nn.Module) -> None:
             f"Gradients must be averaged by {hooked[0]} itself, got a communication hook. "
             "Leave it out."
         )
-    factors = [group.gradient_divide_factor for group in _sharding_groups(model)]
+    factors = [_own_factor(group) for group in _sharding_groups(model)]
     if any(factor is not None for factor in factors):
         raise RuntimeError(
             "Gradients must be divided by the number of ranks, got set_gradient_divide_factor("
             f"{next(factor for factor in factors if factor is not None)}). Leave it out."
         )
+
+
+def _own_factor(group: Any) -> object:  # noqa: ANN401  # torch says it nowhere else
+    """The factor that a unit was told to divide gradients by; before torch 2.7 an operation."""
+    old = getattr(group, "reduce_scatter_reduce_op", None)
+    return getattr(group, "gradient_divide_factor", old)
 
 
 def _slices(model: nn.Module) -> Iterator[tuple[nn.Parameter, Slice]]:
