@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -74,15 +74,31 @@ class OutsideForm(Tied):
         return hidden @ self.embed.weight.t()
 
 
+class Regressor(nn.Module):
+    """Reads vectors at any number of positions and gives others."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
 def build(name):
     """A model in float64, and the class of its blocks."""
-    if name in ("gpt2", "llama"):
+    if name in ("gpt2", "llama", "classifier"):
         model = make_model(name, checkpointing=True).double()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         return model, type((model.transformer.h if name == "gpt2" else model.model.layers)[0])
     torch.manual_seed(4)
+    if name == "regressor":
+        return Regressor().double(), Block
     return (Tied if name == "tied" else OutsideForm)().double(), Block
 
 
@@ -92,9 +108,10 @@ def wrap(model, kind, how, per_block):
     if how.startswith("ddp"):
         options = how.split("-")[1:]
         return DistributedDataParallel(model, **dict.fromkeys(options, True))
-    if how == "fsdp1":
+    if how in ("fsdp1", "no_shard"):
         return FullyShardedDataParallel(
             model,
+            sharding_strategy=ShardingStrategy.NO_SHARD if how == "no_shard" else None,
             device_mesh=mesh,
             device_id=torch.device("cpu"),
             use_orig_params=True,

@@ -45,7 +45,7 @@ def expected(name, calls):
     for call in calls:
         key = json.dumps([name, call], sort_keys=True)
         if key not in KNOWN:
-            (KNOWN[key],) = checks.scores_of(checks.model_of(name), [call])
+            (KNOWN[key],) = checks.scores_of(checks.model_of(name), [call], name=name)
         found.append(KNOWN[key])
     return found
 
@@ -85,6 +85,7 @@ def assert_same(found, wanted, *, digests=True):
         ("fsdp1", False, 3),
         ("fully_shard", False, 2),
         ("fully_shard", True, 3),
+        pytest.param("no_shard", True, 2, marks=pytest.mark.slow),
     ],
 )
 def test_scores_are_those_of_one_process(workers, how, per_block, world):
@@ -99,15 +100,10 @@ def test_scores_are_those_of_one_process(workers, how, per_block, world):
     assert_same(found, expected("gpt2", calls))
 
 
-CASES = [
-    (name, how, per_block, world)
-    for name, (how, per_block), world in itertools.product(["gpt2", "llama"], WRAPPED, [1, 2, 3])
-    if (name, how, world) != ("gpt2", "fsdp1", 1)  # refused: see below
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "how", "per_block", "world"), CASES)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(("how", "per_block"), WRAPPED)
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_scores_are_those_of_one_process_throughout(workers, name, how, per_block, world):
     calls = crossed(METHODS, [9, 16], [1, 2, 4])
     found = workers.run(
@@ -149,8 +145,6 @@ OPTIONS = {
     "self": {"method": "graddot", "alone": True},
     "self of ekfac": {"method": "ekfac", "alone": True},
     "self of kfac, norms": {"method": "kfac", "alone": True, "normalize": "train"},
-}
-WHOLE_ONLY = {
     "checkpoints": {"method": "tracin", "checkpoints": 2, "checkpoint_weights": [0.1, 0.2]},
     "ensemble": {"method": "ekfac", "checkpoints": 2},
     "drawn": {"method": "ekfac", "fisher": "sampled", "fisher_draws": 2},
@@ -160,9 +154,9 @@ WHOLE_ONLY = {
 
 
 @pytest.mark.filterwarnings("ignore:non_kronecker='direct' covers")
-@pytest.mark.parametrize("options", [*OPTIONS, *WHOLE_ONLY])
+@pytest.mark.parametrize("options", list(OPTIONS))
 def test_options_of_a_whole_model(workers, options):
-    calls = [{"n": 9, **(OPTIONS | WHOLE_ONLY)[options]}]
+    calls = [{"n": 9, **OPTIONS[options]}]
     found = workers.run("scores", world=3, name="gpt2", how="plain", per_block=False, calls=calls)
     assert_same(found, expected("gpt2", calls))
 
@@ -175,6 +169,95 @@ def test_options_of_a_model_in_parts(workers, options, how):
     calls = [{"n": 9, **OPTIONS[options]}]
     found = workers.run("scores", world=3, name="gpt2", how=how, per_block=True, calls=calls)
     assert_same(found, expected("gpt2", calls))
+
+
+BY_MODEL = {
+    "gpt2": [
+        {"method": "tracin", "checkpoints": 2, "checkpoint_weights": [0.1, 0.2]},
+        {"method": "kfac", "fisher": "sampled", "fisher_draws": 2},
+        {"method": "ekfac", "fisher": "sampled", "alone": True, "checkpoints": 1},
+        {"method": "ekfac", "refine": "cg", "damping": 1.0, "cg_max_iterations": 3},
+    ],
+    "classifier": [
+        {"method": "ekfac", "fisher": "expected"},
+        {"method": "ekfac", "fisher": "sampled", "label_sampler": True, "batch_size": 1},
+        {"method": "ekfac", "refine": "cg", "cg_max_iterations": 3},
+    ],
+    # examples of different length, whose outputs are of different number
+    "regressor": [
+        {"method": "kfac", "fisher": "expected", "batch_size": 1},
+        {"method": "kfac", "fisher": "sampled", "fisher_draws": 2, "batch_size": 1},
+        {"method": "ekfac", "refine": "cg", "cg_max_iterations": 3, "batch_size": 1},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "per_block", "world"),
+    [
+        ("gpt2", "fsdp1", True, 1),
+        ("gpt2", "fsdp1", True, 2),
+        ("gpt2", "fully_shard", True, 3),
+        ("classifier", "fully_shard", False, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *itertools.product(["gpt2"], ["fsdp1", "fully_shard"], [False], [1, 2, 3]),
+                *itertools.product(
+                    ["classifier", "regressor"], ["fsdp1", "fully_shard"], [True], [1, 2, 3]
+                ),
+            )
+        ),
+    ],
+)
+def test_checkpoints_and_drawn_labels_and_refinement(workers, name, how, per_block, world):
+    """What runs a model several times, or needs all of its weights, on one in parts."""
+    calls = [{"n": 8, **call} for call in BY_MODEL[name]]
+    found = workers.run("scores", world=world, name=name, how=how, per_block=per_block, calls=calls)
+    assert_same(found, expected(name, calls))
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("form", ["own", "files", "callables", "loaders"])
+def test_forms_of_checkpoints(workers, how, form, tmp_path):
+    plain = {"n": 5, "method": "graddot", "checkpoints": 2}
+    call = {**plain, "form": str(tmp_path) if form == "files" else form}
+    call |= {"method": "tracin"}
+    found = workers.run("scores", name="llama", how=how, per_block=True, calls=[call])
+    assert_same(found, expected("llama", [plain | {"method": "tracin"}]))
+
+
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [
+        ("fsdp1", 1),
+        ("fsdp1", 2),
+        ("fully_shard", 2),
+        pytest.param("no_shard", 2, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_model_is_left_as_it_was_found(workers, how, world):
+    calls = [
+        {"n": 3, "method": "graddot"},
+        {"n": 3, "method": "ekfac", "fisher": "sampled"},
+        {"n": 3, "method": "tracin", "checkpoints": 2},
+        {"n": 3, "method": "ekfac", "refine": "cg", "damping": 1.0, "cg_max_iterations": 1},
+    ]
+    workers.run("leaves_as_found", world=world, name="gpt2", how=how, per_block=True, calls=calls)
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fully_shard"])
+def test_checkpoints_that_do_not_fit_are_refused(workers, how):
+    for wrong, text in (
+        ("a name", "unexpected ['other'] and missing []"),
+        ("none", "unexpected [] and missing ['transformer.wpe.weight']"),
+        ("a shape", "got (16, 9) for transformer.wpe.weight, which is (16, 8) here"),
+    ):
+        found = workers.try_run("wrong_checkpoint", how=how, wrong=wrong)
+        for one in found:
+            assert one["error"].startswith("ValueError: checkpoints must hold")
+            assert text in one["error"]
 
 
 def test_scores_for_rank_0_alone(workers):
@@ -253,6 +336,26 @@ def test_a_store_of_three_ranks_is_read_by_any_number(workers, how, capture, n, 
         for found in workers.run("read", world=world, folder=folder, calls=reads):
             assert_reads(found, wanted, reads)
     assert workers.run("write", world=2, **place, **options) == [[n, 3]] * 2  # nothing runs
+
+
+def test_a_store_of_parameters_that_fsdp_keeps_whole(workers, tmp_path):
+    options = {"name": "gpt2", "n": 9, "method": "ekfac"}
+    folder, alone = str(tmp_path / "wrapped"), str(tmp_path / "plain")
+    place = {"how": "fsdp1", "per_block": True, "folder": folder}
+    assert workers.run("write", world=1, **place, **options) == [[9, 3]]
+    checks.cached(checks.model_of("gpt2"), alone, 9, method="ekfac")
+    reads = READS[:2] + READS[4:5]
+    assert_reads(checks.read(folder, reads), checks.read(alone, reads), reads)
+
+
+@pytest.mark.parametrize(("how", "world"), [("plain", 3), ("fully_shard", 2)])
+def test_ranks_agree_on_the_smaller_form(workers, how, world, tmp_path):
+    wanted = checks.forms("plain", str(tmp_path / "one"))
+    assert {("dense",), ("linear",)} <= {tuple(kinds) for kinds in wanted.values()}
+    folder = str(tmp_path / "many")
+    assert workers.run("forms", world=world, how=how, folder=folder) == [wanted] * world
+    reads = [{"method": "ekfac"}, {"method": "graddot"}]
+    assert_reads(checks.read(folder, reads), checks.read(str(tmp_path / "one"), reads), reads)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +446,12 @@ def test_a_rank_that_is_killed_ends_the_others(workers, how):
         ("weights", "ValueError: model must be the same on every rank"),
         ("rows", "ValueError: train must be the same on every rank, got 9 on rank 0, 10 on rank 1"),
         ("options", "ValueError: method_options must be the same on every rank"),
+        ("options of self-influence", "ValueError: method_options must be the same on every rank"),
+        ("layers of self-influence", "ValueError: layers must be the same on every rank"),
+        ("gathering", 'gather must be the same on every rank, got "all" on rank 0, "rank0" on'),
+        ("projection", "ValueError: projection must be the same on every rank"),
+        ("checkpoints", "checkpoints must be the same on every rank, got 1 on rank 0, 2 on rank 1"),
+        ("weights of checkpoints", "checkpoint_weights must be the same on every rank"),
     ],
 )
 def test_ranks_that_were_called_otherwise_are_refused(workers, what, text):
@@ -351,18 +460,7 @@ def test_ranks_that_were_called_otherwise_are_refused(workers, what, text):
 
 
 REFUSED = {
-    "a method that needs all rows": ("plain", {"method": "trak"}, "method must be one that shares"),
-    "checkpoints": ("fsdp1", {"method": "tracin", "checkpoints": 1}, "checkpoints must go with a"),
-    "refinement": (
-        "fully_shard",
-        {"method": "ekfac", "refine": "cg"},
-        "refine must go with a model",
-    ),
-    "drawn labels": (
-        "fully_shard",
-        {"method": "ekfac", "fisher": "sampled"},
-        "fisher='expected' and 'sampled' must go with a model that every process holds whole",
-    ),
+    "a method of a training": ("plain", {"method": "adamw"}, "method must score a fixed model"),
     "another gathering": ("plain", {"gather": "main"}, "gather must be one of 'all', 'rank0'"),
 }
 
@@ -374,13 +472,12 @@ def test_what_does_not_work_in_many_processes_is_refused(workers, case):
         assert text in found["error"]
 
 
-def test_tied_parameters_that_fsdp_keeps_whole_are_refused(workers):
-    (found,) = workers.try_run("call_with", world=1, how="fsdp1", call={"n": 9})
-    assert "FSDP must shard a model with tied parameters" in found["error"]
-
-
-@pytest.mark.parametrize(("how", "per_block"), [("fsdp1", True), ("fully_shard", False)])
-def test_one_process_in_a_group(workers, how, per_block):
+@pytest.mark.parametrize(
+    ("name", "how", "per_block"),
+    [("llama", "fsdp1", True), ("gpt2", "fsdp1", False), ("llama", "fully_shard", False)],
+)
+def test_one_process_in_a_group(workers, name, how, per_block):
+    """With tied parameters too, which FSDP1 keeps whole there."""
     calls = crossed(METHODS, [9], [2])
-    options = {"name": "llama", "how": how, "per_block": per_block, "calls": calls}
-    assert_same(workers.run("scores", world=1, **options), expected("llama", calls))
+    options = {"name": name, "how": how, "per_block": per_block, "calls": calls}
+    assert_same(workers.run("scores", world=1, **options), expected(name, calls))

@@ -8,6 +8,8 @@ import shutil
 import warnings
 
 import pytest
+import rank_models
+import recording_ranks
 import torch
 from processes import Workers
 from test_covariance_callback import assert_equal_states
@@ -15,7 +17,14 @@ from test_offload import assert_same_content, content, make_manager, run
 from test_offload import train as train_loop
 from training import collate, make_model, make_rows, make_trainer
 
-from gradtrail import GradTrailWarning, HookManager, OptimizerSnapshot, Projection
+from gradtrail import (
+    CurvatureError,
+    GradTrailWarning,
+    HookManager,
+    OptimizerSnapshot,
+    Projection,
+)
+from gradtrail.attribution.stored import attached_covariances
 from gradtrail.callbacks import (
     GradTrailCallback,
     KroneckerCovarianceCallback,
@@ -27,6 +36,7 @@ from gradtrail.callbacks import (
     replay,
 )
 from gradtrail.factors import to_dense
+from gradtrail.kronecker import covariances_from
 from gradtrail.store import GradientStore, StepStore, records_digest
 
 transformers = pytest.importorskip("transformers")
@@ -332,11 +342,160 @@ def test_a_capture_that_adds_nothing_is_warned_of(tmp_path):
         assert sorted(set(store.steps)) == [0, 1, 2, 3]
 
 
-def test_processes_that_resume_meet_their_own_examples(tmp_path):
-    with Workers(2, "recording_ranks", ["gradtrail"]) as started:
-        path = str(tmp_path / "store")
-        assert started.run("capture", path=path, mode="create", backwards=2) == [2, 2]
-        assert started.run("capture", path=path, mode="resume", backwards=3) == [3, 3]
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(2, "recording_ranks", ["transformers.models.llama.modeling_llama"]) as started:
+        yield started
+
+
+def test_processes_that_resume_meet_their_own_examples(tmp_path, workers):
+    path = str(tmp_path / "store")
+    assert workers.run("capture", path=path, mode="create", backwards=2) == [2, 2]
+    assert workers.run("capture", path=path, mode="resume", backwards=3) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [
+        ("ddp", "materialized"),
+        pytest.param("ddp", "factored", marks=pytest.mark.slow),
+        pytest.param("fsdp1", "materialized", marks=pytest.mark.slow),
+        pytest.param("fully_shard", "materialized", marks=pytest.mark.slow),
+    ],
+)
+def test_covariances_of_several_processes_are_added_up(tmp_path, workers, form, how):
+    calls = [{"method": "kfac"}, {"method": "ekfac"}]
+    one, many = str(tmp_path / "one"), str(tmp_path / "many")
+    recording_ranks.train(one, form, 3, parts=2)
+    with GradientStore(one, mode="read") as store:
+        expected = covariances_from(*attached_covariances(store))
+    workers.run("train", path=many, form=form, steps=2, how=how)
+    workers.run("train", path=many, form=form, steps=3, how=how, mode="resume")
+    with GradientStore(many, mode="read") as store:
+        assert len(store) == 15
+        assert store.attached("covariances")[1]["num_examples"] == "9"
+        assert store.attached("covariances_0001")[1]["num_examples"] == "6"
+        found = covariances_from(*attached_covariances(store))
+        assert attached_covariances(store, store.records[:2]) is None
+    assert list(found) == list(expected)
+    for name, theirs in expected.items():
+        mine = found[name]
+        assert (mine.num_examples, mine.num_positions, mine.input_of) == (
+            theirs.num_examples,
+            theirs.num_positions,
+            theirs.input_of,
+        )
+        for key in ("activation_cov_gii", "gradient_cov_goo"):
+            want = getattr(theirs, key)
+            scale = float(want.abs().max())
+            torch.testing.assert_close(getattr(mine, key), want, rtol=0, atol=1e-9 * scale)
+    wanted = recording_ranks.scores(one, calls)
+    for got in (
+        recording_ranks.scores(many, calls),
+        *workers.run("scores", path=many, calls=calls),
+    ):
+        for values, want in zip(got, wanted, strict=True):
+            scale = max(map(abs, sum(want, [])))
+            torch.testing.assert_close(
+                torch.tensor(values), torch.tensor(want), rtol=0, atol=1e-6 * scale
+            )
+
+
+def test_covariances_that_one_process_lacks_are_not_taken_for_all(tmp_path, workers):
+    path = str(tmp_path / "store")
+    workers.run("train", path=path, form="materialized", steps=1)
+    (tmp_path / "store" / "attached-covariances_0001.safetensors").unlink()
+    with GradientStore(path, mode="read") as store:
+        assert attached_covariances(store) is None
+    with pytest.raises(CurvatureError, match="Layers of a store must hold factors, or covariances"):
+        recording_ranks.scores(path, [{"method": "kfac"}])
+
+
+def test_steps_of_several_processes(tmp_path, workers):
+    path = str(tmp_path / "store")
+    for steps, error in workers.run("append", path=path, mode="create", steps=[0, 1, 2]):
+        assert steps == [0, 1, 2]
+        assert "step must be one whose parts of all processes are known, got 0, of which" in error
+    with StepStore(path, mode="read") as store:
+        assert (store.steps, len(store)) == ((0, 1, 2), 3)
+        assert store.names(1) == ("both", "of 0", "of 1")
+        assert [part["rank"] for part in store.parts(1)] == [0, 1]
+        assert store.values(1)["rank"] == 0
+        assert store.read(1)["both"].tolist() == [1, 0]
+        assert store.read(1, ["of 1"])["of 1"].tolist() == [1]
+        seen = list(store.iterate([2, 0], reverse=True))
+        assert [(n, list(t), v["rank"]) for n, t, v in seen] == [
+            (2, ["both", "of 0", "of 1"], 0),
+            (0, ["both", "of 0", "of 1"], 0),
+        ]
+        with pytest.raises(ValueError, match="names must be stored, got .of 2."):
+            store.read(1, ["of 2"])
+    # one process goes on, and makes a step again
+    assert recording_ranks.append(path, "resume", [2, 3]) == [[0, 1, 2, 3], None]
+    with StepStore(path, mode="read") as store:
+        assert [len(store.parts(step)) for step in store.steps] == [2, 2, 1, 1]
+        assert list(store.read(2)) == ["both", "of 0"]
+    # then both again, one of which is lost in the last step
+    for number, (steps, _) in enumerate(
+        workers.run("append", path=path, mode="resume", steps=[3, 4, 5], missing=[[1, 5]])
+    ):
+        assert steps == [0, 1, 2, 3, 4, 5][: 6 - number]
+    with StepStore(path, mode="read") as store:
+        assert store.steps == (0, 1, 2, 3, 4)
+        assert [len(store.parts(step)) for step in store.steps] == [2, 2, 1, 2, 2]
+        with pytest.raises(ValueError, match="step must be stored, got 5"):
+            store.read(5)
+
+
+def test_a_training_of_several_processes_is_followed(tmp_path, workers):
+    """Batches and optimizer of two ranks are those of one process with a backward for each."""
+    recording_ranks.follow(str(tmp_path / "one"), 3, parts=2)
+    workers.run("follow", path=str(tmp_path / "many"), steps=2)
+    workers.run("follow", path=str(tmp_path / "many"), steps=3, mode="resume")  # from step 0 again
+    found, blocks = [], []
+    for name in ("one", "many"):
+        with StepStore(tmp_path / name / "states", mode="read") as store:
+            assert store.steps == (0, 1, 2)
+            found.append(
+                [
+                    (
+                        sum((part["ids"] for part in store.parts(step)), []),
+                        sum((part["sizes"] for part in store.parts(step)), []),
+                        read_states(store.facts, store.values(step), store.read(step), "after"),
+                    )
+                    for step in store.steps
+                ]
+            )
+            own = [entry.layout.tensors for entry in store.log.entries if entry.rank == 1]
+            assert own == [{}] * (0 if name == "one" else 3)
+        with StepStore(tmp_path / name / "parameters", mode="read") as store:
+            manager = HookManager(rank_models.build("llama")[0], loss_reduction="model")
+            blocks.append(
+                list(replay(manager, store, reverse=name == "many"))[:: 1 - 2 * len(blocks)]
+            )
+    for (ids, sizes, states), (others, more, theirs) in zip(*found, strict=True):
+        assert (ids, sizes) == (others, more)
+        for layer, state in states.items():
+            for role, one in state.parts.items():
+                for key, value in one.moments.items():
+                    other = theirs[layer].parts[role].moments[key]
+                    torch.testing.assert_close(other, value, rtol=1e-9, atol=1e-12)
+    for mine, theirs in zip(*blocks, strict=True):
+        assert (mine.step, mine.ids) == (theirs.step, theirs.ids)
+        assert len(mine.ids) == 5
+        for layer, gradient in mine.layers.items():
+            want, got = to_dense(gradient).values_bd, to_dense(theirs.layers[layer]).values_bd
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
+def test_processes_that_train_models_of_their_own_are_not_replayed(tmp_path, workers):
+    workers.run("follow", path=str(tmp_path), steps=2, how="plain")
+    manager = HookManager(rank_models.build("llama")[0], loss_reduction="model")
+    with StepStore(tmp_path / "parameters", mode="read") as store:
+        blocks = replay(manager, store)
+        assert len(next(blocks).ids) == 5  # they begin alike
+        with pytest.raises(ValueError, match=r"training of one model, got parameters of process 1"):
+            next(blocks)
 
 
 # ---------------------------------------------------------------- replays

@@ -471,7 +471,7 @@ def test_attention_without_forward_mode_is_refused():
     session = make_session(model, select_layers(model), None, None, 0, progress=False)
     rows = as_rows(data, "train", None, 0)
     maps = map_layers(model, (), {})
-    products = curvature_products.GaussNewtonProducts(session, rows, INFERRED, maps, 2)
+    products = curvature_products.GaussNewtonProducts(session, model, rows, INFERRED, maps, 2)
     match = r"attention that has forward mode, got attn_implementation='flash_attention_2'"
     with pytest.raises(UnsupportedLayerError, match=match), products.opened():
         pass

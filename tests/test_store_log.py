@@ -189,13 +189,13 @@ def test_a_shard_is_a_file_that_safetensors_reads(tmp_path, shard_bytes):
     tensors = {
         key: torch.full(spec.shape, 3).to(spec.dtype) for key, spec in layout.tensors.items()
     }
-    writer = ShardWriter(tmp_path, "0000-000000.safetensors", shard_bytes, layout)
+    writer = ShardWriter(tmp_path, "0000-000000.safetensors", shard_bytes, layout, outlasts=True)
     givers = [lambda key=key: tensors[key] for key in layout.tensors]
     starts = [writer.add(layout, givers) for _ in range(3)]
     assert starts == [0, 48, 96]
     spec = layout.tensors["a"]
     assert writer.shard.tensor(48, spec).equal(tensors["a"])  # of the open file
-    total = writer.finish(outlasts=True)
+    total = writer.finish()
     path = tmp_path / "0000-000000.safetensors"
     data = path.read_bytes()
     assert total == (len(data), zlib.crc32(data))
@@ -211,11 +211,11 @@ def test_a_shard_is_a_file_that_safetensors_reads(tmp_path, shard_bytes):
 
 def test_the_room_for_the_header_is_used_where_records_are_large(tmp_path):
     layout = plan_layout([("a", F32, (1 << 16,))], None)
-    writer = ShardWriter(tmp_path, "0000-000000.safetensors", 4 << 18, layout)
-    kept = os.fstat(writer._file.fileno()).st_ino
+    writer = ShardWriter(tmp_path, "0000-000000.safetensors", 4 << 18, layout, outlasts=False)
+    kept = next(tmp_path.iterdir()).stat().st_ino
     for _ in range(4):
         writer.add(layout, [lambda: torch.zeros(1 << 16)])
-    writer.finish(outlasts=False)
+    writer.finish()
     path = tmp_path / "0000-000000.safetensors"
     assert path.stat().st_ino == kept
     assert writer.shard.data_start == 4096
@@ -224,7 +224,7 @@ def test_the_room_for_the_header_is_used_where_records_are_large(tmp_path):
 
 def test_a_tensor_that_cannot_be_given_leaves_no_part(tmp_path):
     layout = plan_layout([("a", F32, (4,)), ("b", F32, (4,))], None)
-    writer = ShardWriter(tmp_path, "0000-000000.safetensors", 100, layout)
+    writer = ShardWriter(tmp_path, "0000-000000.safetensors", 100, layout, outlasts=False)
     writer.add(layout, [lambda: torch.ones(4)] * 2)
 
     def fail():
@@ -233,7 +233,7 @@ def test_a_tensor_that_cannot_be_given_leaves_no_part(tmp_path):
     with pytest.raises(OverflowError, match="does not fit"):
         writer.add(layout, [lambda: torch.ones(4), fail])
     writer.add(layout, [lambda: torch.zeros(4)] * 2)
-    writer.finish(outlasts=False)
+    writer.finish()
     writer.shard.verify()
     assert [int(t[0]) for t in load_file(tmp_path / "0000-000000.safetensors").values()].count(
         1

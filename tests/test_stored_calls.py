@@ -144,7 +144,8 @@ def test_trak_refuses_stored_features_that_do_not_fit(model, tmp_path, monkeypat
     found = cache(model, TRAIN, QUERY, cache_dir=tmp_path, projection=projection, **CALL)
     size = sum(g.values_bd.shape[1] for g in next(iter(found.train.blocks())).block.layers.values())
     read = []
-    monkeypatch.setattr("gradtrail.attribution.trak.free_bytes", lambda _: 20 * size**2 - 1)
+    free = 20 * size**2 - 1
+    monkeypatch.setattr("gradtrail.attribution.trak_features.free_bytes", lambda _: free)
     monkeypatch.setattr(GradientStore, "blocks", lambda *_, **__: read.append(1))
     with pytest.raises(ValueError, match=f"features whose matrix fits .* got {size} of them"):
         attribute_from_cache(found.train, found.query, method="trak", **QUIET)

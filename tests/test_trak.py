@@ -9,7 +9,7 @@ from torch import nn
 
 import gradtrail
 from gradtrail import CurvatureError, Projection
-from gradtrail.attribution.trak import solve_features
+from gradtrail.attribution.trak_features import solve_features
 from gradtrail.factors import DenseGradient, project
 from gradtrail.kronecker import Damping
 
@@ -239,7 +239,7 @@ def test_projection_is_asked_for():
 
 
 def test_too_many_features_are_refused(monkeypatch):
-    monkeypatch.setattr("gradtrail.attribution.trak.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("gradtrail.attribution.trak_features.free_bytes", lambda _: 1000)
     model, train = network(), pairs(5)
     with pytest.raises(ValueError, match="projection must leave features .* got 14 of them"):
         gradtrail.attribute(
@@ -293,6 +293,22 @@ def test_stored_features_give_the_same_scores(tmp_path, kind):
         stored.train, stored.query, method="trak", damping=0.3, top_k=2, progress=False
     )
     assert torch.equal(top.indices, expected.topk(2).indices)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_features_of_low_precision_are_summed_in_float32(tmp_path, dtype):
+    """What is stored is rounded, the sum of its products is not: it scores as the formula says."""
+    model, train, query = network(), pairs(40), pairs(4, seed=1)
+    stored = gradtrail.cache(
+        model, train, query, cache_dir=tmp_path, projection=PROJECTIONS["dense"], dtype=dtype,
+        capture="materialized", progress=False,
+    )  # fmt: skip
+    sides = []
+    for store in stored:
+        layers = store.get(range(len(store))).layers
+        sides.append(torch.cat([layers[name].values_bd.double() for name in store.layers], 1))
+    got = gradtrail.attribute_from_cache(*stored, method="trak", damping=0.3, progress=False)
+    torch.testing.assert_close(got.values.double(), dense_trak(*sides, 0.3), rtol=1e-4, atol=1e-5)
 
 
 def test_gradient_cache_of_a_live_run():

@@ -83,6 +83,12 @@ def test_live_pass(workers, name, how, per_block):
     workers.run("live", name=name, how=how, per_block=per_block)
 
 
+@pytest.mark.parametrize("per_block", [False, True])
+def test_live_pass_over_parameters_that_fsdp_keeps_whole(workers, per_block):
+    """In one process FSDP1 shards nothing; the parameters, some of them tied, stay theirs."""
+    workers.run("live", world=1, name="tied", how="fsdp1", per_block=per_block)
+
+
 @wrapped_once
 @pytest.mark.parametrize("way", [None, "wrapper"])
 def test_names_of_the_plain_model(workers, how, per_block, way):

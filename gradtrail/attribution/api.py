@@ -30,11 +30,12 @@ from gradtrail.attribution.session import Session
 from gradtrail.attribution.setup import (
     as_projection,
     call_of,
+    call_of_task,
     check_ranks,
     ids_of,
     make_session,
-    of_model,
     padding_id,
+    points_of,
     recorded_options,
 )
 from gradtrail.attribution.shares import Gather, in_step, inner_model, joined_scores
@@ -144,9 +145,8 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     name, attributor, over_checkpoints = make_method(method, method_options)
     check_choice("granularity", granularity, ("example", "token"))
     check_positive("batch_size", batch_size)
-    model = inner_model(model)
+    model, trained = inner_model(model), resolve_loss(loss, loss_reduction)
     pad = padding_id(model)
-    trained = resolve_loss(loss, loss_reduction)
     task = Task(
         train=as_rows(train, "train", collate_fn, pad),
         query=as_queries(query, model, collate_fn, pad),
@@ -163,9 +163,10 @@ def attribute(  # noqa: PLR0913  # the one-call entry point
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=progress)
-    check_ranks(session, attributor, checkpoints, task, gather)
+    check_ranks(session, attributor, task, gather)
     points = (checkpoints, checkpoint_weights)
-    with in_step("attribute", model, call_of(session, attributor, task)):
+    call = call_of_task(session, attributor, task, kept, points) | {"gather": gather}
+    with in_step("attribute", model, call):
         score = partial(_score, session, attributor, task, kept, gather)
         values, lengths = score_checkpoints(session, attributor, *points, score)
         options = recorded_options(session, attributor, task, *points)
@@ -237,7 +238,7 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
     selection = select_layers(model, layers=layers, exclude=exclude)
     selection = attributor.choose(model, selection, as_projection(projection, seed))
     session = make_session(model, selection, device, projection, seed, progress=progress)
-    check_ranks(session, attributor, checkpoints)
+    check_ranks(session, attributor)
     own = rows.share()
 
     def score() -> tuple[Tensor, None]:
@@ -250,9 +251,17 @@ def self_influence(  # noqa: PLR0913  # the one-call entry point
                 warn_not_finite(values, session, (rows, resolved))
         return values, None
 
-    call = {**of_model(session), "train": len(rows), "method": name}
+    points = (checkpoints, checkpoint_weights)
+    call = {
+        **call_of(session, attributor),
+        **points_of(*points),
+        "train": len(rows),
+        "batch_size": batch_size,
+        "capture": capture,
+        "gradient_cache_residency": gradient_cache_residency,
+    }
     with in_step("self_influence", model, call):
-        total, _ = score_checkpoints(session, attributor, checkpoints, checkpoint_weights, score)
+        total, _ = score_checkpoints(session, attributor, *points, score)
     return total.float()
 
 

@@ -20,7 +20,7 @@ from gradtrail.attribution.losses import Loss, LossReduction, resolve_loss
 from gradtrail.attribution.method import AbstractAttributor, make_method
 from gradtrail.attribution.query_source import SourceRows, as_queries, query_loss_of
 from gradtrail.attribution.session import Session
-from gradtrail.attribution.setup import as_projection, make_session, of_model, padding_id
+from gradtrail.attribution.setup import as_projection, call_of, make_session, padding_id
 from gradtrail.attribution.shares import in_step, inner_model
 from gradtrail.distributed import world_size
 from gradtrail.factors import Projection
@@ -138,8 +138,10 @@ def cache(  # noqa: PLR0913  # the one-call entry point
         side: CacheOptions(residency="disk", folder=place, **options)
         for side, place in places.items()
     }
-    call = {**of_model(session), "method": name, "capture": capture}
-    with in_step("cache", model, call | {side: len(data.rows) for side, data in sides.items()}):
+    call = {**call_of(session, attributor), "capture": capture, "covariances": covariances}
+    call |= {side: [len(data.rows), data.batch_size] for side, data in sides.items()}
+    call["dtype"] = str(options["dtype"])
+    with in_step("cache", model, call):
         _capture(session, sides, stored, watch)
     found = {side: GradientStore(place, mode="read") for side, place in places.items()}
     return CachedGradients(found["train"], found.get("query"))

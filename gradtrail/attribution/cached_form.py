@@ -1,4 +1,8 @@
-"""The form in which a layer's gradients are kept: factors or written out, and in which dtype."""
+"""The form in which a layer's gradients are kept: factors or written out, and in which dtype.
+
+Which of the two is smaller depends on the positions of a batch. Many processes decide by the first
+batch of all data, which each of them runs: none may keep a layer otherwise than another.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gradtrail.attribution.cached_options import CaptureForm
-from gradtrail.factors import DenseGradient, LayerGradient, map_tensors, to_dense
+from gradtrail.attribution.cached_options import CacheOptions, CaptureForm
+from gradtrail.attribution.data import move_batch
+from gradtrail.attribution.pass_cache import CapturePass
+from gradtrail.attribution.session import Session
+from gradtrail.factors import DenseGradient, LayerGradient, map_tensors, project, to_dense
+from gradtrail.hooks import tokens_of
 from gradtrail.hooks.step import Form
 
-__all__ = ["KeptForm"]
+__all__ = ["KeptForm", "joint_form"]
 
 
 class KeptForm:
@@ -98,3 +106,38 @@ class KeptForm:
             return self._cast[id(tensor)][1]
 
         return narrow
+
+
+def joint_form(
+    session: Session, request: CapturePass, options: CacheOptions, known: Mapping[str, bool]
+) -> KeptForm:
+    """Make the form of a pass, the same on every rank.
+
+    Args:
+        session: The open session.
+        request: The pass that captures.
+        options: The user's choice.
+        known: By layer, whether it is written out in what is kept already.
+
+    Returns:
+        The form; of one process it has yet to see what is not known.
+    """
+    form = KeptForm(options.capture, options.dtype, known)
+    rows = request.rows.whole
+    names = [unit.name for unit in session.selection.units]
+    if options.capture != "auto" or not rows or all(name in known for name in names):
+        return form
+    size = min(request.batch_size, len(rows))
+    values = move_batch(rows.batch(range(size)), session.device)
+
+    def look(name: str, gradient: LayerGradient) -> None:
+        if session.projection is not None:
+            gradient = project(name, gradient, session.projection)
+        form.writes(name, gradient)
+
+    for losses in request.loss.rounds(session.model, values, 0):
+        session.live.run(losses, batch=size, tokens=tokens_of(values), sink=look)
+    seen = form.written
+    return KeptForm(
+        options.capture, options.dtype, {name: seen.get(name, False) for name in (*known, *names)}
+    )

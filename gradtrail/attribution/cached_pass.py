@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradtrail.attribution.cached_covariances import CovarianceWatch
-from gradtrail.attribution.cached_form import KeptForm
+from gradtrail.attribution.cached_form import KeptForm, joint_form
 from gradtrail.attribution.cached_identity import complete_facts, refuse_other
 from gradtrail.attribution.cached_options import CacheOptions
 from gradtrail.attribution.data import Rows
@@ -224,8 +224,10 @@ class StoreCache(AbstractPassCache):
         """Run the model on some rows, and store those that are not."""
         self._define()
         missing = self._missing()
+        written = {name: layer.kinds == ("dense",) for name, layer in self.store.layers.items()}
+        form = joint_form(self._session, request, self._options, written)
         with BackgroundWriter(self.store) as writer:  # after an error, what was captured is stored
-            tee = _Tee(request, self.store, writer, self._options, watch, missing)
+            tee = _Tee(request, self.store, writer, form, watch, missing)
             digest = live(replace(request, sink=tee.add, done=tee.close), runs)
             writer.flush()
         if self._is_share:
@@ -243,7 +245,7 @@ class _Tee:
         request: CapturePass,
         store: GradientStore,
         writer: BackgroundWriter,
-        options: CacheOptions,
+        form: KeptForm,
         watch: CovarianceWatch | None,
         missing: Sequence[range],
     ) -> None:
@@ -253,7 +255,7 @@ class _Tee:
             request: The pass.
             store: The store.
             writer: Writes to it.
-            options: The form gradients are kept in.
+            form: The form gradients are kept in.
             watch: Sees gradients before they are written out, or None.
             missing: Rows of the pass that are not stored.
         """
@@ -264,8 +266,7 @@ class _Tee:
         self._missing = missing
         self._first = request.rows.first
         self._step = max((record.step + 1 for record in store.records), default=0)
-        written = {name: layer.kinds == ("dense",) for name, layer in store.layers.items()}
-        self._form = KeptForm(options.capture, options.dtype, written)
+        self._form = form
         self._layers: dict[str, LayerGradient] = {}
 
     def add(self, place: Batch, name: str, gradient: LayerGradient) -> None:

@@ -1,15 +1,24 @@
-"""Putting other weights into a model for a while."""
+"""Putting other weights into a model for a while, whole or in the parts a process holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from gradtrail.hooks.whole_weights import (
+    kept_parts,
+    let_go_of_wholes,
+    named_wholes,
+    write_wholes,
+)
+from gradtrail.hooks.wrapped import communicates
 
 __all__ = ["Checkpoint", "weights_of", "loaded"]
 
@@ -53,15 +62,25 @@ def loaded(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    put_back = _kept(model)
     try:
         runs = callable(checkpoint) and not isinstance(checkpoint, nn.Module)
         state = checkpoint(model) if runs else _read(checkpoint)
         if isinstance(state, Mapping):
             _load(model, state)
+        elif communicates(model):  # it has loaded weights itself
+            let_go_of_wholes(model)
         yield
     finally:
-        model.load_state_dict(own)
+        put_back()
+
+
+def _kept(model: nn.Module) -> Callable[[], object]:
+    """Copy a model's weights, or the parts of them that are here; give what puts them back."""
+    if communicates(model):
+        return kept_parts(model)
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return partial(model.load_state_dict, own)
 
 
 def _read(checkpoint: Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
@@ -88,13 +107,14 @@ def _read(checkpoint: Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]
 
 def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state dict; names left out must be tied to names that are there."""
-    own = model.state_dict(keep_vars=True)
+    is_cut = communicates(model)
+    own = named_wholes(model) if is_cut else _named(model)
     unexpected = sorted(set(state) - set(own))
-    present = {own[name].data_ptr() for name in state if name in own and own[name].numel()}
+    present = {own[name][0] for name in state if name in own and own[name][1].numel()}
     missing = [
         name
-        for name in own
-        if name not in state and own[name].numel() and own[name].data_ptr() not in present
+        for name, (tensor, shape) in own.items()
+        if name not in state and shape.numel() and tensor not in present
     ]
     if unexpected or missing:
         raise ValueError(
@@ -102,10 +122,20 @@ def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             f"unexpected {unexpected[:3]} and missing {missing[:3]}."
         )
     for name, value in state.items():
-        if value.shape != own[name].shape:
+        shape = own[name][1]
+        if value.shape != shape:
             raise ValueError(
                 f"checkpoints must hold weights of this model's shapes, got {tuple(value.shape)} "
-                f"for {name}, which is {tuple(own[name].shape)} here."
+                f"for {name}, which is {tuple(shape)} here."
             )
+    if is_cut:
+        write_wholes(model, state)
+        return
     with torch.no_grad():
         model.load_state_dict(state, strict=False)
+
+
+def _named(model: nn.Module) -> dict[str, tuple[int, torch.Size]]:
+    """By name in the state dict, a number that tells tensors apart, and the shape."""
+    own = model.state_dict(keep_vars=True)
+    return {name: (value.data_ptr(), value.shape) for name, value in own.items()}

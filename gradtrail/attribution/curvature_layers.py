@@ -13,7 +13,7 @@ from torch import nn
 from gradtrail.errors import CurvatureError, GradTrailWarning
 from gradtrail.factors import Projection
 from gradtrail.hooks import LayerChoice, Selection, Unit, select_layers
-from gradtrail.hooks.wrapped import whole_shape
+from gradtrail.hooks.wrapped import output_embedding, whole_shape
 
 __all__ = [
     "LayerRules",
@@ -73,7 +73,7 @@ def choose_curvature(
         allocated, and nothing being left, raise ``CurvatureError``.
     """
     diagonal = _named(model, selection, rules.diagonal)
-    output = None if selection.explicit else _output_embedding(model)
+    output = None if selection.explicit else output_embedding(model)
     treatments: dict[str, Treatment] = {}
     dropped: dict[str, str] = {}
     wide: dict[str, int] = {}
@@ -205,17 +205,12 @@ def output_layers(model: nn.Module, selection: Selection) -> tuple[str, ...]:
     Returns:
         Their names, mostly one or none.
     """
-    output = _output_embedding(model)
+    output = output_embedding(model)
     return tuple(
         unit.name
         for unit in selection.units
         if output is not None and any(owner.module is output for owner in unit.owners)
     )
-
-
-def _output_embedding(model: nn.Module) -> nn.Module | None:
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None
 
 
 def _is_written(unit: Unit, projection: Projection | None) -> bool:

@@ -49,6 +49,7 @@ class GaussNewtonProducts:
 
     Attributes:
         session: The open session.
+        model: Its model, whole.
         rows: The training data.
         loss: Its loss.
         maps: The layers whose parameters the matrix is over.
@@ -56,6 +57,7 @@ class GaussNewtonProducts:
     """
 
     session: Session
+    model: nn.Module
     rows: Rows
     loss: Loss
     maps: Sequence[LayerMap]
@@ -64,6 +66,7 @@ class GaussNewtonProducts:
     def __init__(
         self,
         session: Session,
+        model: nn.Module,
         rows: Rows,
         loss: Loss,
         maps: Sequence[LayerMap],
@@ -73,27 +76,29 @@ class GaussNewtonProducts:
 
         Args:
             session: The open session.
+            model: Its model, whole.
             rows: The training data, at least one row.
             loss: A built-in loss.
             maps: The layers whose parameters the matrix is over.
             batch_size: Rows a batch.
         """
         self.session = session
+        self.model = model
         self.rows = rows
         self.loss = loss
         self.maps = maps
         self.batch_size = batch_size
-        self._model = _OutputModel(session.model, loss)
-        parameters = dict(session.model.named_parameters())
+        self._outputs = _OutputModel(model, loss)
+        parameters = dict(model.named_parameters())
         taken = [part.name for layer in maps for part in layer.parts]
         self._primals = {name: _wide(parameters[name].detach()) for name in taken}
-        self._fixed = _widened_rest(session.model, self._primals)
+        self._fixed = _widened_rest(model, self._primals)
         self._chunks: dict[int, int] = {}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Let the model run in forward mode: without hooks, with attention that has it."""
-        _check_attention(self.session.model)
+        _check_attention(self.model)
         with ExitStack() as stack:
             stack.enter_context(_refusing_operations())
             stack.enter_context(warnings.catch_warnings())
@@ -101,7 +106,7 @@ class GaussNewtonProducts:
             warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
             stack.enter_context(self.session.live.suspended())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            for module in self.session.model.modules():
+            for module in self.model.modules():
                 if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                     hook = module.register_forward_hook(_without_padding, with_kwargs=True)
                     stack.callback(hook.remove)
@@ -120,7 +125,7 @@ class GaussNewtonProducts:
         sums = {name: torch.zeros_like(value) for name, value in tangents.items()}
         for function, size in self._batches("refine"):
             logits, pullback, labels = vjp(function, self._primals, has_aux=True)
-            curved = partial(_curved, self._model.kind, logits, labels)
+            curved = partial(_curved, self._outputs.kind, logits, labels)
             count = next(iter(tangents.values())).shape[0]
             for first in range(0, count, size):
                 part = slice(first, first + size)
@@ -146,7 +151,7 @@ class GaussNewtonProducts:
         count = next(iter(tangents.values())).shape[0]
         total = torch.zeros(count, dtype=torch.float64)
         for function, size in self._batches("mean curvature"):
-            curved = partial(_curved, self._model.kind, *function(self._primals))
+            curved = partial(_curved, self._outputs.kind, *function(self._primals))
             for first in range(0, count, size):
                 part = slice(first, first + size)
                 pushed = self._pushed(function, {k: v[part] for k, v in tangents.items()})
@@ -171,7 +176,7 @@ class GaussNewtonProducts:
     def _batches(self, phase: str) -> Iterator[tuple[Callable[..., Any], int]]:
         """Every batch as a function of the parameters, with how many directions fit at once."""
         session = self.session
-        narrow = any(p.dtype in _NARROW for p in session.model.parameters())
+        narrow = any(p.dtype in _NARROW for p in self.model.parameters())
         enabled = session.progress and is_main()
         with progress_bar(phase, len(self.rows), enabled=enabled) as bar:
             for start, size, raw in self.rows.batches(self.batch_size):
@@ -181,7 +186,7 @@ class GaussNewtonProducts:
 
                 def function(primals: dict[str, Tensor], batch: Any = batch) -> Any:  # noqa: ANN401
                     named = {f"model.{name}": value for name, value in primals.items()}
-                    return functional_call(self._model, {**self._fixed, **named}, (batch,))
+                    return functional_call(self._outputs, {**self._fixed, **named}, (batch,))
 
                 if start not in self._chunks:
                     self._chunks[start] = self._chunk_of(function)

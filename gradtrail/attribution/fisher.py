@@ -5,6 +5,9 @@ at labels of the model's own (Martens, 2020, sec. 5 and 11, https://arxiv.org/ab
 losses are such that the mean over examples of the sum over backwards of squared gradients is that
 expectation, or an unbiased estimate of it; with the data's labels it is the empirical Fisher.
 
+FSDP lets whole parameters go after the first backward of a forward. A model in parts therefore runs
+a forward for every backward, each with one class's or draw's loss: the numbers are the same.
+
 Suffixes: b example, s position, c class, k backward, t position whose label counts.
 """
 
@@ -22,7 +25,9 @@ from torch.nn import functional as F
 
 from gradtrail.attribution.losses import AbstractLoss, Loss, outputs_of
 from gradtrail.attribution.outputs import ModelOutputs, widened
+from gradtrail.attribution.shares import most_of
 from gradtrail.hooks import batch_length
+from gradtrail.hooks.wrapped import communicates
 from gradtrail.options import check_choice, check_positive
 
 __all__ = ["MAX_EXPECTED_OUTPUTS", "FisherKind", "Sampler", "expects_few_outputs", "fisher_loss"]
@@ -56,7 +61,8 @@ def fisher_loss(
         seed: Seed of the private generators.
         stage: What the draws are for; another stage draws afresh.
         sampler: ``(model, batch, generator) -> batch`` with drawn labels, for losses of the
-            user's own. Its generator is one a batch, so its draws depend on the batch size.
+            user's own. Its generator is one a batch, so its draws depend on where batches begin: on
+            their size and the number of ranks. On a model in parts every rank must run it alike.
 
     Returns:
         The loss. Built-in draws depend on seed, stage, draw and row number alone, not on batch
@@ -143,9 +149,28 @@ class _ExpectedLoss(AbstractLoss):
         batch: Any,  # noqa: ANN401
         start: int,
     ) -> Iterator[_Forward]:
-        """One forward, the same for any row numbers."""
+        """One forward, the same for any row numbers; of a model in parts one an output."""
         del start
-        yield partial(self, model, batch)
+        if not communicates(model):
+            yield partial(self, model, batch)
+            return
+        counts: list[int] = []
+        yield partial(self._one, model, batch, 0, counts)
+        # positions make outputs too, and other ranks' rows may be longer
+        for number in range(1, most_of("outputs of a batch", counts[-1])):
+            yield partial(self._one, model, batch, number, counts)
+
+    def _one(
+        self,
+        model: nn.Module,
+        batch: Any,  # noqa: ANN401
+        number: int,
+        counts: list[int],
+    ) -> tuple[Tensor]:
+        """The loss of one output, 0 for one that there is not. Notes how many there are."""
+        values_kb = self(model, batch)
+        counts.append(len(values_kb))
+        return (values_kb[number] if number < len(values_kb) else values_kb[0] * 0,)
 
 
 class _SampledLoss(AbstractLoss):
@@ -163,7 +188,7 @@ class _SampledLoss(AbstractLoss):
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
         """The losses of a batch that starts at row 0. Shape ``[k, b]``."""
-        return torch.stack(self._losses(model, batch, 0))
+        return torch.stack(self._losses(model, batch, 0, range(self._draws)))
 
     def rounds(
         self,
@@ -171,39 +196,49 @@ class _SampledLoss(AbstractLoss):
         batch: Any,  # noqa: ANN401
         start: int,
     ) -> Iterator[_Forward]:
-        """One forward, with the draws of the rows from ``start`` on."""
-        yield partial(self._losses, model, batch, start)
+        """One forward with the draws of the rows from ``start`` on; in parts one a draw."""
+        size = 1 if communicates(model) else self._draws
+        for first in range(0, self._draws, size):
+            yield partial(self._losses, model, batch, start, range(first, first + size))
 
-    def _losses(self, model: nn.Module, batch: Any, start: int) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def _losses(
+        self,
+        model: nn.Module,
+        batch: Any,  # noqa: ANN401
+        start: int,
+        draws: range,
+    ) -> tuple[Tensor, ...]:
         """Losses at drawn labels, over the root of their number. For each draw ``[b]``."""
         outputs = outputs_of(self._loss, model, batch, option='fisher="sampled"')
         values = widened(outputs.logits)
         if outputs.kind == "squared_error":
             values = values.reshape(values.shape[0], -1)
-            uniform = self._uniform(start, [values.shape[1]] * values.shape[0])
+            uniform = self._uniform(start, [values.shape[1]] * values.shape[0], draws)
             noise = torch.special.ndtri(uniform.clamp_(min=2**-54)).to(values)
-            targets = values.detach() + noise.view(self._draws, *values.shape)
+            targets = values.detach() + noise.view(len(draws), *values.shape)
             drawn = [(values - target).square().sum(1) / 2 for target in targets]
         else:
-            drawn = self._cross_entropies(values, outputs.labels, start)
+            drawn = self._cross_entropies(values, outputs.labels, start, draws)
         return tuple(losses_b / math.sqrt(self._draws) for losses_b in drawn)
 
-    def _cross_entropies(self, logits: Tensor, labels: Tensor, start: int) -> list[Tensor]:
+    def _cross_entropies(
+        self, logits: Tensor, labels: Tensor, start: int, draws: range
+    ) -> list[Tensor]:
         """Cross-entropy at drawn labels where the given ones count. For each draw ``[b]``."""
         labels_bs = labels.reshape(labels.shape[0], -1)
         logits_pc = logits.reshape(-1, logits.shape[-1])
         counted_bs = labels_bs != -100
-        uniform_kt = self._uniform(start, counted_bs.sum(1).tolist()).to(logits.device)
+        uniform_kt = self._uniform(start, counted_bs.sum(1).tolist(), draws).to(logits.device)
         places_t = counted_bs.flatten().nonzero()[:, 0]
         drawn_kp = torch.full(
-            (self._draws, labels_bs.numel()), -100, dtype=torch.long, device=logits.device
+            (len(draws), labels_bs.numel()), -100, dtype=torch.long, device=logits.device
         )
         drawn_kp[:, places_t] = _inverted(logits_pc.detach(), places_t, uniform_kt)
         logs_pc = logits_pc.log_softmax(-1)
         rows = [F.nll_loss(logs_pc, drawn_p, reduction="none") for drawn_p in drawn_kp]
         return [values_p.view(labels_bs.shape).sum(1) for values_p in rows]
 
-    def _uniform(self, start: int, counts: list[int]) -> Tensor:
+    def _uniform(self, start: int, counts: list[int], draws: range) -> Tensor:
         """Numbers below one, from a generator of its own for every row. Shape ``[k, t]``."""
         rows = [
             torch.cat(
@@ -216,7 +251,7 @@ class _SampledLoss(AbstractLoss):
                     for row, count in enumerate(counts)
                 ]
             )
-            for draw in range(self._draws)
+            for draw in draws
         ]
         return torch.stack(rows).clamp_(max=_BELOW_ONE)
 

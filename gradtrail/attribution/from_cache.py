@@ -23,6 +23,7 @@ from gradtrail.attribution.stored_session import (
     OpenStores,
     StoreReading,
     open_stores,
+    stored_call,
     stored_loss,
 )
 from gradtrail.attribution.trajectory_method import AbstractStoredMethod, StoredTask
@@ -99,7 +100,7 @@ def attribute_from_cache(  # noqa: PLR0913  # the one-call entry point
     opened = open_stores(train_store, query_store, attributor, reading)
     if not isinstance(attributor, AbstractStoredMethod):
         tell_directions(train_store, name)
-    call = {**_call_of(opened, attributor), "top_k": top_k, "granularity": granularity}
+    call = {**stored_call(opened, attributor), "top_k": top_k, "granularity": granularity}
     with in_step("attribute_from_cache", None, call):
         values, second = _scores(opened, attributor, optimizer_states, top_k, granularity)
     options = _recorded(opened, attributor, granularity)
@@ -161,7 +162,7 @@ def self_influence_from_cache(  # noqa: PLR0913  # the one-call entry point
     tell_directions(train_store, name)
     loss = stored_loss(train_store)
     own = opened.train.share_records() if attributor.shares_rows else opened.train
-    with in_step("self_influence_from_cache", None, _call_of(opened, attributor)):
+    with in_step("self_influence_from_cache", None, stored_call(opened, attributor)):
         values = attributor.self_score(opened.session, own, loss, opened.batch_size)
         values, _ = joined_scores(values.cpu().double(), None, own)
     warn_not_finite(values, opened.session, (opened.train, loss))
@@ -231,8 +232,6 @@ def _scores(
     granularity: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Score, with lengths or the rows of the best scores beside.
-
-    A method that sweeps over the steps of a run does so on every rank.
 
     Args:
         opened: The stores.
@@ -343,17 +342,6 @@ def _result(
         _steps_of(rows),
     )
     return found if top_k is None else found.topk(top_k)
-
-
-def _call_of(opened: OpenStores, attributor: AbstractAttributor) -> dict[str, Any]:
-    """Give what of a call must be the same on every rank, by the name of the argument."""
-    return {
-        "train_store": [opened.train.store.run, len(opened.train)],
-        "query_store": [opened.query.store.run, len(opened.query)],
-        "method": attributor.name,
-        "method_options": attributor.describe_options(),
-        "layers": list(opened.stored.layers),
-    }
 
 
 def _steps_of(rows: StoredRows) -> tuple[int, ...] | None:

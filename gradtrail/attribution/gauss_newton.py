@@ -24,6 +24,7 @@ from gradtrail.distributed import is_main, reduce_sum
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import DenseGradient, LayerGradient, squared_norm
 from gradtrail.hooks import tokens_of
+from gradtrail.hooks.whole_weights import put_together
 from gradtrail.kronecker.conjugate import ConjugateSolution, Vectors, conjugate_gradients
 from gradtrail.options import check_positive
 from gradtrail.progress import progress_bar
@@ -119,7 +120,8 @@ def gauss_newton_solve(  # noqa: PLR0913  # the parts of a system have no better
     r"""Solve :math:`(\mathrm{GGN} + \lambda I) X = G` for the gradients of all queries.
 
     The matrix is the mean over training examples of :math:`J^T H J`, over the parameters of the
-    layers in ``right``; other parameters are held fixed. No randomness but that of the probes.
+    layers in ``right``; other parameters are held fixed. No randomness but that of the probes. A
+    model in parts is whole on every process meanwhile.
 
     Args:
         session: The open session, without a projection.
@@ -148,15 +150,16 @@ def gauss_newton_solve(  # noqa: PLR0913  # the parts of a system have no better
             'refine="cg" must solve for the parameters themselves, got a projection. Leave '
             "projection or refine out."
         )
-    maps = map_layers(session.model, session.selection.units, right)
-    vectors = {layer.name: right[layer.name].values_bd for layer in maps}
-    products = GaussNewtonProducts(session, rows, loss, maps, batch_size)
-    mean, error = (None, 0.0)
-    if options.relative_damping:
-        mean, error = _mean_eigenvalue(products, options)
-    strength = 1.0 if options.damping is None else float(options.damping)
-    damping = strength if mean is None else strength * mean
-    solution = _solve(products, vectors, precondition, options, damping)
+    with put_together(session.model) as model:
+        maps = map_layers(model, session.selection.units, right)
+        vectors = {layer.name: right[layer.name].values_bd for layer in maps}
+        products = GaussNewtonProducts(session, model, rows, loss, maps, batch_size)
+        mean, error = (None, 0.0)
+        if options.relative_damping:
+            mean, error = _mean_eigenvalue(products, options)
+        strength = 1.0 if options.damping is None else float(options.damping)
+        damping = strength if mean is None else strength * mean
+        solution = _solve(products, vectors, precondition, options, damping)
     _warn_unconverged(solution, options, damping)
     found = {
         name: DenseGradient(solution.values[name], gradient.shape, gradient.has_bias)
@@ -214,7 +217,7 @@ def _mean_eigenvalue(products: GaussNewtonProducts, options: RefineOptions) -> t
     rows = products.rows.whole or products.rows
     batch = move_batch(rows.batch([0]), products.session.device)
     with torch.no_grad():
-        few = expects_few_outputs(model_outputs(products.session.model, batch))
+        few = expects_few_outputs(model_outputs(products.model, batch))
     if few:
         return _exact_trace(products) / size, 0.0
     generator = torch.Generator().manual_seed(options.seed)
@@ -244,7 +247,7 @@ def _exact_trace(products: GaussNewtonProducts) -> float:
     with progress_bar("mean curvature", len(rows), enabled=enabled) as bar:
         for start, size, raw in rows.batches(products.batch_size):
             values = move_batch(raw, session.device)
-            for losses in loss.rounds(session.model, values, rows.first + start):
+            for losses in loss.rounds(products.model, values, rows.first + start):
                 session.live.run(
                     losses, batch=size, tokens=tokens_of(values), sink=add, several=loss.several
                 )

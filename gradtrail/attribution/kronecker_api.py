@@ -15,9 +15,9 @@ from gradtrail.attribution.losses import resolve_loss
 from gradtrail.attribution.method import METHODS, make_method
 from gradtrail.attribution.setup import (
     as_projection,
+    call_of,
     check_ranks,
     make_session,
-    of_model,
     padding_id,
 )
 from gradtrail.attribution.shares import in_step, inner_model
@@ -90,7 +90,11 @@ class KroneckerAttributor(AbstractBoundAttributor):
             progress=own["progress"],
         )
         check_ranks(session, method)
-        call = {**of_model(session), "train": len(rows), "method": method.name}
+        call = {
+            **call_of(session, method),
+            "train": len(rows),
+            "batch_size": own["batch_size"],
+        }
         with (
             in_step("fit", model, call),
             method.run(session, rows.share(), loss, own["batch_size"]) as run,

@@ -13,6 +13,7 @@ Suffixes: n training row, 3 the sums of a cosine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from gradtrail.attribution.queries import QuerySide
 from gradtrail.attribution.scoring import Scorer
 from gradtrail.attribution.session import Batch, Session
 from gradtrail.attribution.trajectory_method import AbstractStoredMethod, StoredTask
+from gradtrail.distributed import agree, world_size
 from gradtrail.factors import (
     DenseGradient,
     LayerGradient,
@@ -42,6 +44,7 @@ from gradtrail.factors import (
     to_dense,
 )
 from gradtrail.hooks import LayerState, OptimizerSnapshot, layer_states
+from gradtrail.hooks.wrapped import put_back_whole
 
 __all__ = ["LESSMethod"]
 
@@ -108,7 +111,7 @@ class LESSMethod(AbstractStoredMethod):
                 "granularity must be 'example' for method 'less', got 'token': an optimizer's "
                 "update is no sum over positions."
             )
-        if not len(task.train):
+        if not task.train.total:
             return torch.zeros(0, len(task.query)), None
         moves = self._moves(session)
         side = QuerySide(
@@ -198,7 +201,9 @@ class LESSMethod(AbstractStoredMethod):
 
     def _moves(self, session: Session) -> _Moves:
         """Read the optimizer of the checkpoint that is in the model."""
+        put_back_whole(session.model)  # an optimizer knows its parameters, not FSDP's views of them
         snapshot = _snapshot(session.model, self._given[session.checkpoint or 0])
+        agree("optimizer_states", _in_short(snapshot))
         states = layer_states(session.model, session.selection.units, snapshot)
         rates = [part.options["lr"] for state in states.values() for part in state.parts.values()]
         return _Moves(states, one_rate(rates), session.projection, session.device)
@@ -270,6 +275,20 @@ def _snapshot(model: nn.Module, given: OptimizerStates) -> OptimizerSnapshot:
         "names neither parameters nor the optimizer, make one with "
         'OptimizerSnapshot.from_state_dict(model, state_dict, kind="AdamW").'
     )
+
+
+def _in_short(snapshot: OptimizerSnapshot) -> list[Any]:
+    """What an optimizer is, fit for JSON: its class, its rates and steps, and its moments' sum."""
+    if world_size() == 1:
+        return []
+    states = snapshot.parameters.values()
+    moments = [value for state in states for value in state.moments.values()]
+    return [
+        snapshot.kind,
+        sorted({float(state.options["lr"]) for state in states}),
+        sorted({state.step for state in states}),
+        math.fsum(float(value.sum(dtype=torch.float64)) for value in moments),
+    ]
 
 
 @contextmanager

@@ -29,7 +29,9 @@ from gradtrail.attribution.trajectory_records import (
     stored_cuts,
     written,
 )
+from gradtrail.attribution.trajectory_states import iterate_states
 from gradtrail.callbacks import read_states
+from gradtrail.distributed import gather_rows, shard_of
 from gradtrail.hooks import LayerState, update_direction
 from gradtrail.progress import progress_bar
 from gradtrail.store import StoredBlock
@@ -60,13 +62,14 @@ def one_rate(rates: Sequence[float]) -> float:
 
 
 def score_steps(task: StoredTask) -> Tensor:
-    """Score the stored examples of the selected steps; each step is read once.
+    """Score the stored examples of the selected steps; each step is read once, by one process.
 
     Args:
         task: The records.
 
     Returns:
-        Learning rate times cosine, rows in the order of the store, on the CPU. Shape ``[n, q]``.
+        Learning rate times cosine, float64, rows in the order of the store, on the CPU. Shape
+        ``[n, q]``.
     """
     is_moved = is_update(task.train)
     check_records("less", task, () if is_moved else ("before",), whole=False)
@@ -76,31 +79,39 @@ def score_steps(task: StoredTask) -> Tensor:
     queries = {name: values[0] for name, values in read_queries(task, cuts).items()}
     squares = [values.square().sum(1) for values in queries.values()]
     norms_q = sum(squares).double().sqrt()
-    blocks = []
-    for stored, states, rate in _steps(task, is_moved=is_moved):
+    steps = _steps_of(task)
+    own = shard_of(len(steps), *task.place)
+    blocks = [torch.zeros(0, len(norms_q), dtype=torch.float64)]
+    for stored, states, rate in _read(task, steps[own.start : own.stop], is_moved=is_moved):
         move = _moves(states, cuts)
         for block in stored:
             scores_bq, squared_b = _products(block, queries, move)
             values_bq = divided(scores_bq.double(), squared_b.double().sqrt(), 0)
             blocks.append((rate * divided(values_bq, norms_q, 1)).cpu())
-    return torch.cat(blocks) if blocks else torch.zeros(0, len(norms_q))
+    values = torch.cat(blocks)
+    return gather_rows(values, what="scores") if task.is_shared else values
 
 
-def _steps(
-    task: StoredTask, *, is_moved: bool
-) -> Iterator[tuple[list[StoredBlock], Mapping[str, LayerState] | None, float]]:
-    """Read the selected steps: their blocks, the optimizer's state before, the learning rate."""
+def _steps_of(task: StoredTask) -> list[int]:
+    """Find the selected steps, and refuse them where the optimizer of one is not recorded."""
     steps = None if task.selected_steps is None else list(task.selected_steps)
     steps = sorted({record.step for record in task.train.records} if steps is None else set(steps))
     check_recorded(task, steps)
+    return steps
+
+
+def _read(
+    task: StoredTask, steps: Sequence[int], *, is_moved: bool
+) -> Iterator[tuple[list[StoredBlock], Mapping[str, LayerState] | None, float]]:
+    """Read some steps: their blocks, the optimizer's state before, the learning rate."""
     names = [name for name in task.layers if name in task.train.layers]
     facts = task.optimizer_states.facts
     stored = groupby(
         task.train.blocks(steps=steps, layers=names, device=task.device),
         key=lambda block: block.block.step,
     )
-    records = task.optimizer_states.iterate(steps, names=() if is_moved else None)
-    with progress_bar("steps", len(steps), enabled=task.progress) as bar:
+    records = iterate_states(task.optimizer_states, steps, names=() if is_moved else None)
+    with progress_bar("steps", len(steps), enabled=task.shows_bar) as bar:
         for (number, group), (_, tensors, values) in zip(stored, records, strict=True):
             blocks = list(group)
             check_ids(number, [one for block in blocks for one in block.block.ids], values)

@@ -15,20 +15,32 @@ from gradtrail.attribution.curvature_queries import compact_queries
 from gradtrail.attribution.kronecker import KroneckerMethod
 from gradtrail.attribution.memory import query_budget
 from gradtrail.attribution.method import AbstractAttributor, make_method
+from gradtrail.attribution.shares import in_step, on_every
 from gradtrail.attribution.stored import StoredRows
 from gradtrail.attribution.stored_model import PRECONDITIONED, LayerNames, entries_of
 from gradtrail.attribution.stored_session import (
     OpenStores,
     StoreReading,
     open_stores,
+    stored_call,
     stored_loss,
 )
-from gradtrail.distributed import world_size
+from gradtrail.distributed import (
+    barrier,
+    broadcast_json,
+    guarded,
+    is_main,
+    rank,
+    shard_of,
+    world_size,
+)
+from gradtrail.errors import StoreError
 from gradtrail.factors import GradientBlock, LayerGradient
 from gradtrail.kronecker import KroneckerFit
 from gradtrail.progress import progress_bar
-from gradtrail.store import GradientStore, StoredBlock
-from gradtrail.store.facts import check_same, make_facts
+from gradtrail.store import BlockRecord, GradientStore, StoredBlock
+from gradtrail.store.facts import check_same, make_facts, place_of
+from gradtrail.store.manifest import MANIFEST
 
 __all__ = ["cache_preconditioned_query"]
 
@@ -55,6 +67,10 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
     layer is stored in the smaller form: K-FAC leaves factors, EK-FAC a gradient written out, which
     ``query_rank`` cuts to factors of that rank.
 
+    In many processes of ``torch.distributed`` every rank makes the same call. They fit on their
+    shares of ``train_store``, and each writes its share of the queries into the folder; into a
+    store without one, which is this process's alone, all of them.
+
     Args:
         train_store: Gradients of training examples, which the curvature is of.
         query_store: Gradients of queries.
@@ -72,18 +88,11 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
         **method_options: Options of the method, such as ``damping``.
 
     Returns:
-        The store of queries, flushed and open; for reading where a folder held all of them.
-
-    Raises:
-        ValueError: If there are many processes.
+        The store of queries, flushed and open; for reading where a folder held all of them, or
+        where many processes have written to it.
     """
     name, attributor, _ = make_method(method, method_options)
     _check_method(name, attributor)
-    if world_size() > 1:
-        raise ValueError(
-            f"cache_preconditioned_query must be called in one process, got {world_size()}. What "
-            "it writes can be read by any number of them."
-        )
     reading = StoreReading(
         selected_steps=selected_steps,
         layers=layers,
@@ -94,23 +103,102 @@ def cache_preconditioned_query(  # noqa: PLR0913  # takes what attribute_from_ca
         seed=seed,
     )
     opened = open_stores(train_store, query_store, attributor, reading)
-    facts = _facts(opened, attributor)
-    store = out if isinstance(out, GradientStore) else _opened(Path(out), facts, len(opened.query))
-    if store.mode != "read":
-        store.define(**facts)
-    if store.facts is not None and len(store) == len(opened.query):
-        return store
-    run = attributor.run(opened.session, opened.train, stored_loss(train_store), opened.batch_size)
+    call = stored_call(opened, attributor)
+    with in_step("cache_preconditioned_query", None, call), ExitStack() as undo:
+        # of temporary stores each rank has runs of its own
+        facts = broadcast_json(_facts(opened, attributor))
+        is_given = isinstance(out, GradientStore)
+        store = out if is_given else _opened(Path(out), facts, len(opened.query))
+        if not is_given:
+            undo.callback(store.close)  # so that the same call can go on after an error
+        if store.mode != "read":
+            store.define(**facts)
+        missing = _missing(store, opened.query)
+        if store.facts is None or not on_every("all queries", flag=not missing):
+            _write(store, missing, opened, attributor)
+        found = _complete(store, is_given=is_given)
+        undo.pop_all()
+        return found
+
+
+def _write(
+    store: GradientStore,
+    missing: Sequence[BlockRecord],
+    opened: OpenStores,
+    attributor: KroneckerMethod,
+) -> None:
+    """Fit the curvature, and store what this rank has to: others may have nothing to store.
+
+    Args:
+        store: The new store.
+        missing: Blocks of queries that this rank stores.
+        opened: The stores that are read.
+        attributor: The method.
+    """
+    train = opened.train.share_records()
+    run = attributor.run(opened.session, train, stored_loss(train.store), opened.batch_size)
     with run:
         fit = run.make_fit()
-        query = opened.query
-        with progress_bar("precondition", len(query), enabled=progress) as bar:
-            for blocks in _chunks(query, opened, len(store.records)):
+        count = sum(len(record.ids) for record in missing)
+        shown = opened.session.progress and is_main()
+        with progress_bar("precondition", count, enabled=shown) as bar:
+            for blocks in _chunks(missing, opened):
                 for one, block in _preconditioned(fit, attributor, blocks):
                     store.append(block, meta=one.meta)
                     bar.update(len(block.ids))
+
+
+def _complete(store: GradientStore, *, is_given: bool) -> GradientStore:
+    """Give the store with all queries in it, those that other ranks wrote too.
+
+    Args:
+        store: The store, which holds those of this rank.
+        is_given: Whether it is the user's own.
+
+    Returns:
+        The same store in one process, and where it was not written to.
+    """
+    if store.mode == "read":
+        return store
     store.flush()
-    return store
+    if world_size() == 1 or store.is_temporary:
+        return store
+    barrier("preconditioned queries")
+    if not is_given:
+        store.close()
+    return GradientStore(store.path, mode="read")
+
+
+def _missing(store: GradientStore, query: StoredRows) -> list[BlockRecord]:
+    """Find the blocks of queries that this rank stores and that are not stored yet.
+
+    Args:
+        store: The new store.
+        query: Queries, all of them.
+
+    Returns:
+        Blocks of this rank's share; of all blocks where the store is this process's alone.
+
+    Raises:
+        StoreError: If the rest cannot be stored in the order of the queries.
+    """
+    place, world = (0, 1) if store.is_temporary else (rank(), world_size())
+    wrote: dict[tuple[int, tuple[int | str, ...]], list[int]] = {}
+    for record, entry in zip(store.records, store.log.entries, strict=True):
+        wrote.setdefault((record.step, record.ids), []).append(entry.rank)
+    found = [wrote.get((record.step, record.ids), []) for record in query.records]
+    writers = [ranks.pop(0) if ranks else None for ranks in found]
+    shares = [shard_of(len(writers), one, world) for one in range(world)]
+    if store.facts is not None and store.facts.id_scheme != "index":
+        # blocks of a step lie in the order of ranks, and of a rank as they were appended
+        for one, share in enumerate(shares):
+            stored = [writers[number] for number in share if writers[number] is not None]
+            if stored != [writers[number] for number in share[: len(stored)]] or {*stored} - {one}:
+                raise StoreError(
+                    f"The queries in {place_of(store.path)} must be gone on with by as many "
+                    f"processes as began, got {world}. Start as many, or pass another folder."
+                )
+    return [query.records[number] for number in shares[place] if writers[number] is None]
 
 
 def _opened(folder: Path, facts: Mapping[str, Any], num_rows: int) -> GradientStore:
@@ -124,17 +212,16 @@ def _opened(folder: Path, facts: Mapping[str, Any], num_rows: int) -> GradientSt
     Returns:
         The store; one for writing where queries are missing.
     """
-    if not (folder / "manifest.json").exists():
+    if not broadcast_json((folder / MANIFEST).exists()):
         return GradientStore(folder)
-    with ExitStack() as undo:
+    with guarded("reading a store"), ExitStack() as undo:  # nobody writes before all have read
         store = GradientStore(folder, mode="read")
         undo.callback(store.close)
         if store.facts is not None:
             check_same(folder, store.facts, make_facts(facts))
             if len(store) == num_rows:
                 undo.pop_all()
-                return store
-    return GradientStore(folder, mode="resume")
+    return store if not store.is_closed else GradientStore(folder, mode="resume")
 
 
 def _check_method(name: str, attributor: AbstractAttributor) -> None:
@@ -186,16 +273,16 @@ def _facts(opened: OpenStores, attributor: KroneckerMethod) -> dict[str, Any]:
     return {**facts, "capture": capture, "extra": extra}
 
 
-def _chunks(query: StoredRows, opened: OpenStores, skipped: int) -> Iterator[list[StoredBlock]]:
+def _chunks(missing: Sequence[BlockRecord], opened: OpenStores) -> Iterator[list[StoredBlock]]:
     """Group blocks of queries whose results fit the memory that queries may take."""
+    query = opened.query
     written = 4 * sum(entries_of(facts) for facts in opened.stored.layers.values())
     budget = query_budget(opened.session.device)
-    blocks = query.store.blocks(layers=query.layers, device=opened.session.device)
+    rows = [record.number + place for record in missing for place in range(len(record.ids))]
+    blocks = query.store.blocks(rows=rows, layers=query.layers, device=opened.session.device)
     chunk: list[StoredBlock] = []
     size = 0
-    for number, (record, one) in enumerate(zip(query.records, blocks, strict=True)):
-        if number < skipped:
-            continue
+    for record, one in zip(missing, blocks, strict=True):
         needed = max(record.num_bytes, written * len(record.ids))
         if chunk and size + needed > budget:
             yield chunk

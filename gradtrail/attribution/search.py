@@ -15,15 +15,18 @@ from gradtrail.attribution.memory import query_budget
 from gradtrail.attribution.method import Task
 from gradtrail.attribution.queries import QuerySide
 from gradtrail.attribution.scores import TopK
-from gradtrail.attribution.scoring import Scorer
+from gradtrail.attribution.scoring import Scorer, normalized
+from gradtrail.attribution.shares import in_step, most_of
 from gradtrail.attribution.stored import StoredRows
 from gradtrail.attribution.stored_model import LayerNames, tell_directions
 from gradtrail.attribution.stored_session import (
     OpenStores,
     StoreReading,
     open_stores,
+    stored_call,
     stored_loss,
 )
+from gradtrail.distributed import is_main, merge_topk
 from gradtrail.options import check_positive
 from gradtrail.progress import progress_bar
 from gradtrail.store import GradientStore
@@ -55,6 +58,10 @@ def search(  # noqa: PLR0913  # a public entry point
     examples; queries that do not fit ``budget`` at once cost one more reading of the train store a
     block. With queries from ``cache_preconditioned_query`` it is a search under K-FAC or EK-FAC.
 
+    Of equal scores the lowest row comes first. In many processes of ``torch.distributed`` every
+    rank makes the same call; each looks through its share of the train store, and every one returns
+    what one process would.
+
     Args:
         train_store: Gradients of training examples.
         query_store: Gradients of queries.
@@ -85,38 +92,66 @@ def search(  # noqa: PLR0913  # a public entry point
     )
     opened = open_stores(train_store, query_store, attributor, reading)
     tell_directions(train_store, "search")
+    call = {**stored_call(opened, attributor), "k": k, "batch_size": batch_size, "budget": budget}
+    with in_step("search", None, call):
+        return _found(opened, attributor, k, batch_size, budget, progress=progress)
+
+
+def _found(
+    opened: OpenStores,
+    attributor: InnerProductAttributor,
+    k: int,
+    batch_size: int | None,
+    budget: int | None,
+    *,
+    progress: bool,
+) -> TopK:
+    """Look through the train store, on each rank through its share of it."""
     size = batch_size or _joined_rows(opened.train)
+    own = opened.train.share_records(size)
+    # the least of all ranks, so that queries are in one form on all of them
     limit = query_budget(opened.session.device) // 2 if budget is None else budget
+    limit = -most_of("bytes of queries", -limit)
     parts = list(_parts(opened.query, limit))
     found = []
-    with progress_bar("search", len(opened.train) * len(parts), enabled=progress) as bar:
+    with progress_bar("search", len(own) * len(parts), enabled=progress and is_main()) as bar:
         for part in parts:
-            found.append(_best(opened, part, (k, size, limit), attributor))
-            bar.update(len(opened.train))
-    return _joined(found, opened)
+            found.append(_best(opened, own, part, (k, size, limit), attributor))
+            bar.update(len(own))
+    if not found:
+        return _named(torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.int64), opened)
+    values, rows, norms = zip(*found, strict=True)
+    values_kq, rows_kq = torch.cat(values, 1), torch.cat(rows, 1)
+    if own.whole is not None:
+        values_kq, rows_kq = merge_topk(values_kq, rows_kq + own.first, k)
+    norms_q = torch.cat(norms) if attributor.normalize == "both" else None
+    return _named(normalized(values_kq, None, norms_q), rows_kq, opened)
 
 
 def _best(
     opened: OpenStores,
+    train: StoredRows,
     part: range,
     sizes: tuple[int, int | None, int],
     attributor: InnerProductAttributor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score one block of queries against the whole train store.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Score one block of queries against the train store.
 
     Args:
         opened: The stores.
+        train: Rows of the train store that are looked through.
         part: Rows of the query store.
         sizes: How many are wanted, rows a batch, and bytes that queries may take.
         attributor: The method.
 
     Returns:
-        Scores and rows, best first. Shape ``[k, q]`` each.
+        Scores and rows, best first, ``[k, q]`` each; and the queries' norms ``[q]``, by which the
+        scores are still to be divided, or None.
     """
     k, batch_size, limit = sizes
-    session, train = opened.session, opened.train
+    session = opened.session
     both = attributor.normalize == "both"
-    side = QuerySide(len(part), len(train), budget=limit, norms=both)
+    side = QuerySide(len(part), train.total, budget=limit, norms=both)
     query = opened.query
     for stored in query.store.blocks(rows=part, layers=query.layers, device=session.device):
         for name, gradient in stored.block.layers.items():
@@ -141,7 +176,7 @@ def _best(
         sink=scorer.add,
         done=scorer.close,
     )
-    return scorer.result(side.norms)
+    return (*scorer.result(None), side.norms)
 
 
 def _parts(query: StoredRows, limit: int) -> Iterator[range]:
@@ -164,12 +199,8 @@ def _joined_rows(train: StoredRows) -> int | None:
     return _JOINED if written else None
 
 
-def _joined(found: list[tuple[torch.Tensor, torch.Tensor]], opened: OpenStores) -> TopK:
-    """Put the blocks of queries side by side."""
-    if not found:
-        empty = torch.zeros(0, 0)
-        return TopK(empty.long(), empty, [])
-    values = torch.cat([one for one, _ in found], 1).t().float().contiguous()
-    indices = torch.cat([rows for _, rows in found], 1).t().contiguous()
+def _named(values_kq: torch.Tensor, rows_kq: torch.Tensor, opened: OpenStores) -> TopK:
+    """Give the best scores with the ids of their rows."""
+    values, indices = values_kq.t().float().contiguous(), rows_kq.t().contiguous()
     ids = opened.train.ids
     return TopK(indices, values, [[ids[row] for row in line] for line in indices.tolist()])

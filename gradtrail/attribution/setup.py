@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from gradtrail.attribution.cached_options import CacheOptions
 from gradtrail.attribution.digest import model_digest
 from gradtrail.attribution.method import AbstractAttributor, Task
 from gradtrail.attribution.query_source import SourceRows
@@ -22,13 +23,19 @@ from gradtrail.options import check_choice
 __all__ = [
     "as_projection",
     "call_of",
+    "call_of_task",
     "check_ranks",
     "ids_of",
     "make_session",
     "of_model",
     "padding_id",
+    "points_of",
     "recorded_options",
+    "recorded_projection",
 ]
+
+# checkpoints and their weights
+Points: TypeAlias = tuple[Sequence[Any] | None, Sequence[float] | None]
 
 
 def make_session(
@@ -73,7 +80,6 @@ def make_session(
 def check_ranks(
     session: Session,
     attributor: AbstractAttributor,
-    checkpoints: Sequence[Any] | None = None,
     task: Task | None = None,
     gather: Gather = "all",
 ) -> None:
@@ -82,7 +88,6 @@ def check_ranks(
     Args:
         session: The session.
         attributor: The method.
-        checkpoints: The checkpoints, or None.
         task: What is to be scored, or None.
         gather: Who receives the scores.
 
@@ -95,41 +100,65 @@ def check_ranks(
     if not attributor.shares_rows:
         raise ValueError(
             f"method must be one that shares training examples between processes, got "
-            f"{attributor.name!r} with {world_size()} processes. Use 'graddot', 'gradcos', "
-            "'tracin', 'kfac' or 'ekfac', or call it in one process."
+            f"{attributor.name!r} with {world_size()} processes. Set shares_rows=True in its class "
+            "if the score of one example needs no other, or call it in one process."
         )
     if session.model is None or not communicates(session.model):
         return
-    idle = {"checkpoints": checkpoints is not None}
-    options = attributor.describe_options()
-    idle["refine"] = options.get("refine") is not None
-    idle["fisher='expected' and 'sampled'"] = options.get("fisher", "empirical") != "empirical"
-    idle["a query that brings its own loss"] = task is not None and isinstance(
-        task.query, SourceRows
-    )
-    for what, asked in idle.items():
-        if asked:
-            raise ValueError(
-                f"{what} must go with a model that every process holds whole, got one that FSDP "
-                "has cut into parts. Pass the plain model, or one in DDP."
-            )
+    if task is not None and isinstance(task.query, SourceRows):
+        raise ValueError(
+            "a query that brings its own loss must go with a model that every process holds whole, "
+            "got one that FSDP has cut into parts. Pass the plain model, or one in DDP."
+        )
 
 
-def call_of(session: Session, attributor: AbstractAttributor, task: Task) -> dict[str, Any]:
-    """Give what of a call must be the same on every rank, by the name of the argument."""
+def call_of(session: Session, attributor: AbstractAttributor) -> dict[str, Any]:
+    """Give what of any call must be the same on every rank, by the name of the argument."""
     if world_size() == 1:
         return {}
     return {
         **of_model(session),
-        "train": len(task.train),
-        "query": len(task.query),
         "method": attributor.name,
         "method_options": attributor.describe_options(),
         "layers": [unit.name for unit in session.selection.units],
-        "batch_size": [task.batch_size, task.query_batch_size],
-        "granularity": task.per_token,
+        "projection": recorded_projection(session.projection),
         "seed": session.seed,
     }
+
+
+def call_of_task(
+    session: Session,
+    attributor: AbstractAttributor,
+    task: Task,
+    kept: CacheOptions | None,
+    points: Points,
+) -> dict[str, Any]:
+    """Give the same of a call that scores queries."""
+    return {
+        **call_of(session, attributor),
+        **points_of(*points),
+        "train": len(task.train),
+        "query": len(task.query),
+        "batch_size": [task.batch_size, task.query_batch_size],
+        "granularity": task.per_token,
+        "gradient_cache_residency": None if kept is None else kept.residency,
+        "capture": None if kept is None else kept.capture,
+    }
+
+
+def points_of(checkpoints: Sequence[Any] | None, weights: Sequence[float] | None) -> dict[str, Any]:
+    """Write down how many checkpoints there are, and their weights."""
+    return {
+        "checkpoints": None if checkpoints is None else len(checkpoints),
+        "checkpoint_weights": None if weights is None else [float(value) for value in weights],
+    }
+
+
+def recorded_projection(projection: Projection | None) -> dict[str, Any] | None:
+    """Write a projection down in plain values."""
+    if projection is None:
+        return None
+    return {"kind": projection.kind, "dim": projection.dim, "seed": projection.seed}
 
 
 def of_model(session: Session) -> dict[str, str]:
@@ -193,17 +222,13 @@ def recorded_options(
     Returns:
         Options by name, fit for JSON.
     """
-    projection = session.projection
     return {
         **attributor.describe_options(),
         "loss": task.loss.description,
         "query_loss": task.query_loss.description,
         "granularity": "token" if task.per_token else "example",
-        "projection": None
-        if projection is None
-        else {"kind": projection.kind, "dim": projection.dim, "seed": projection.seed},
-        "checkpoints": None if checkpoints is None else len(checkpoints),
-        "checkpoint_weights": None if weights is None else [float(value) for value in weights],
+        "projection": recorded_projection(session.projection),
+        **points_of(checkpoints, weights),
         "dtype": str(next(session.model.parameters()).dtype).removeprefix("torch."),
         **session.notes,
         **session.digests(),

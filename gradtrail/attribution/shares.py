@@ -18,7 +18,15 @@ from gradtrail.attribution.data import Rows
 from gradtrail.distributed import agree, exchange, gather_rows, guarded, world_size
 from gradtrail.hooks.wrapped import communicates
 
-__all__ = ["Gather", "in_step", "inner_model", "joined_scores", "most_of", "on_every"]
+__all__ = [
+    "Gather",
+    "in_step",
+    "inner_model",
+    "joined_scores",
+    "most_of",
+    "needs_every_rank",
+    "on_every",
+]
 
 Gather: TypeAlias = Literal["all", "rank0"]
 
@@ -28,6 +36,12 @@ def inner_model(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
+
+
+def needs_every_rank(model: nn.Module) -> bool:
+    """Whether a forward or a backward that reaches parameters waits for every process."""
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return wrapped or communicates(model)
 
 
 @contextmanager
@@ -45,7 +59,7 @@ def in_step(section: str, model: nn.Module | None, call: Mapping[str, Any]) -> I
     if world_size() == 1:
         yield
         return
-    waits = model is not None and communicates(model)
+    waits = model is not None and needs_every_rank(model)
     with guarded(section, model_communicates=waits):
         for name, value in call.items():
             agree(name, value)

@@ -25,7 +25,7 @@ from gradtrail.factors import (
     positions_of,
     to_dense,
 )
-from gradtrail.kronecker import COVARIANCES
+from gradtrail.kronecker import COVARIANCES, added_covariances, covariances_name
 from gradtrail.options import near_numbers
 from gradtrail.store import BlockRecord, GradientStore, StoredBlock, records_digest
 
@@ -91,8 +91,12 @@ class StoredRows(Rows):
         """The same rows with fewer layers."""
         return replace(self, layers=tuple(layers))
 
-    def share_records(self) -> StoredRows:
+    def share_records(self, batch_size: int | None = None) -> StoredRows:
         """Take this rank's share: whole blocks, contiguous, without duplicates.
+
+        Args:
+            batch_size: Keeps blocks together that are joined to one batch of so many rows, as in
+                one process; None shares single blocks out.
 
         Returns:
             The same rows where there is one process.
@@ -100,9 +104,11 @@ class StoredRows(Rows):
         world = world_size()
         if world == 1:
             return self
-        numbers = shard_of(len(self.records), rank(), world)
-        first = sum(len(record.ids) for record in self.records[: numbers.start])
-        records = self.records[numbers.start : numbers.stop]
+        counts = _blocks_a_batch(self.records, batch_size)
+        numbers = shard_of(len(counts), rank(), world)
+        start, stop = sum(counts[: numbers.start]), sum(counts[: numbers.stop])
+        first = sum(len(record.ids) for record in self.records[:start])
+        records = self.records[start:stop]
         return replace(_part(self, records), whole=self, first=first)
 
 
@@ -185,6 +191,8 @@ def attached_covariances(
 ) -> Attached | None:
     """Read the covariances that were accumulated while a store was written.
 
+    Those that several processes accumulated, each of what it stored, are added up.
+
     Args:
         store: The store.
         records: The blocks they must cover, no more and no fewer; None means every one.
@@ -192,11 +200,40 @@ def attached_covariances(
     Returns:
         Tensors and metadata, or None where there are none of exactly these blocks.
     """
-    found = store.attached(COVARIANCES)
-    if found is None:
+    wanted = store.records if records is None else records
+    covered, found = records_digest(wanted), store.attached(COVARIANCES)
+    if found is not None and found[1].get("covers") == covered:
+        return found
+    parts = _parts_of_ranks(store, wanted)
+    return None if parts is None else added_covariances(parts, covered)
+
+
+def _parts_of_ranks(store: GradientStore, wanted: Sequence[BlockRecord]) -> list[Attached] | None:
+    """Read what each process accumulated of what it stored; None unless that is all of the blocks.
+
+    Args:
+        store: The store.
+        wanted: The blocks they must cover.
+
+    Returns:
+        Tensors and metadata of every process that stored some of them.
+    """
+    ranks = {
+        record.number: entry.rank
+        for record, entry in zip(store.records, store.log.entries, strict=True)
+    }
+    own: dict[int, list[BlockRecord]] = {}
+    for record in wanted:
+        own.setdefault(ranks[record.number], []).append(record)
+    if own.keys() <= {0}:
         return None
-    covered = records_digest(store.records if records is None else records)
-    return found if found[1].get("covers") == covered else None
+    parts: list[Attached] = []
+    for place, records in sorted(own.items()):
+        part = store.attached(covariances_name(place))
+        if part is None or part[1].get("covers") != records_digest(records):
+            return None
+        parts.append(part)
+    return parts
 
 
 def replay(

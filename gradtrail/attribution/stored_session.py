@@ -20,10 +20,11 @@ from gradtrail.attribution.stored_model import (
     check_readable,
     stored_model,
 )
+from gradtrail.distributed import world_size
 from gradtrail.options import check_positive
-from gradtrail.store import GradientStore
+from gradtrail.store import GradientStore, records_digest
 
-__all__ = ["OpenStores", "StoreReading", "open_stores", "stored_loss"]
+__all__ = ["OpenStores", "StoreReading", "open_stores", "stored_call", "stored_loss"]
 
 _FEW = 32  # rows that keep a processor's units busy while it reads written-out queries
 _MANY_QUERIES = 64
@@ -117,6 +118,27 @@ def open_stores(
     )
     batch_size = reading.batch_size or _paying_batch_size(train, len(query))
     return OpenStores(session, stored, train, query, batch_size)
+
+
+def stored_call(opened: OpenStores, attributor: AbstractAttributor) -> dict[str, Any]:
+    """Give what of a call must be the same on every rank, by the name of the argument."""
+    if world_size() == 1:
+        return {}
+    steps = opened.train.steps
+    return {
+        "train_store": _told_apart(opened.train),
+        "query_store": _told_apart(opened.query),
+        "selected_steps": None if steps is None else list(steps),
+        "method": attributor.name,
+        "method_options": attributor.describe_options(),
+        "layers": list(opened.stored.layers),
+    }
+
+
+def _told_apart(rows: StoredRows) -> list[Any]:
+    """What tells the rows of a store from others; each rank makes a temporary one of its own."""
+    store = rows.store
+    return [records_digest(store.records) if store.is_temporary else store.run, len(rows)]
 
 
 def stored_loss(store: GradientStore) -> Loss:

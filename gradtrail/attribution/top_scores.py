@@ -16,7 +16,11 @@ __all__ = ["TopScores"]
 
 
 class TopScores:
-    """Keeps the best of all scores that come."""
+    """Keeps the best of all scores that come, of equal ones the first.
+
+    Examples come in the order of their rows, so that those which are kept, best first, stand before
+    what comes and in the order of their rows among equals.
+    """
 
     def __init__(self, k: int, columns: int) -> None:
         """Start with none.
@@ -56,7 +60,7 @@ class TopScores:
         values = torch.cat([self._values_kq[:, columns], values_bq[:, columns].double()])
         came = rows_b1.expand(len(values_bq), values.shape[1])
         rows = torch.cat([self._rows_kq[:, columns], came])
-        best = _ranked(values).topk(min(self._k, len(values)), dim=0).indices
+        best = _best(_ranked(values), self._k)
         return values.gather(0, best), rows.gather(0, best)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -74,6 +78,30 @@ class TopScores:
                 stacklevel=6,
             )
         return self._values_kq, self._rows_kq
+
+
+def _best(values_nq: Tensor, k: int) -> Tensor:
+    """Find the largest of every column.
+
+    ``topk`` takes any of equal values: where more than ``k`` reach the smallest that it took, a
+    whole column is sorted.
+
+    Args:
+        values_nq: Values, none of them NaN. Shape ``[n, q]``.
+        k: How many are wanted.
+
+    Returns:
+        Their rows, the largest first, and the first row first among equals. Shape
+        ``[min(k, n), q]``.
+    """
+    values_kq, best_kq = values_nq.topk(min(k, len(values_nq)), dim=0)
+    tied = ((values_nq >= values_kq[-1:]).sum(0) > len(best_kq)).nonzero()[:, 0]
+    if len(tied):
+        order = values_nq[:, tied].argsort(dim=0, descending=True, stable=True)
+        best_kq[:, tied] = order[: len(best_kq)]
+    best_kq = best_kq.sort(dim=0).values
+    order = values_nq.gather(0, best_kq).argsort(dim=0, descending=True, stable=True)
+    return best_kq.gather(0, order)
 
 
 def _ranked(values: Tensor) -> Tensor:

@@ -247,16 +247,18 @@ def pull_back(
 def push_forward(
     steps: Iterable[TrajectoryStep],
     curvature: Curvature,
+    share: tuple[int, int] = (0, 1),
 ) -> dict[str, Tensor]:
     """Carry every example's perturbation to the end of the training.
 
     Args:
         steps: Recorded steps in their order.
         curvature: Product with each step's ``H``.
+        share: Which of the scored examples are carried: from a number on every so many-th.
 
     Returns:
-        Change of the parameters per unit of relative weight of each scored example, in the order of
-        the steps. By layer ``[m, n, d]``.
+        Change of the parameters per unit of relative weight of each carried example, in the order
+        of the steps. By layer ``[m, n, d]``.
     """
     states: dict[str, State] = {}
     for step in steps:
@@ -264,7 +266,7 @@ def push_forward(
         changes = {name: torch.zeros_like(theta) for name, theta in thetas.items()}
         curvature(step, thetas, thetas.products(step), changes)
         for name, layer in step.maps.items():
-            shares = _shares(step, name, layer)
+            shares = _shares(step, name, layer, share)
             new = layer.start(torch.zeros_like(shares))
             if name not in states:
                 states[name] = layer.push(new, shares)
@@ -313,13 +315,20 @@ def _parameters(states: Mapping[str, State], factors: Mapping[str, float | None]
     return {name: states[name][0] for name, factor in factors.items() if factor is not None}
 
 
-def _shares(step: TrajectoryStep, name: str, layer: AbstractLayerStep) -> Tensor:
-    """What each scored example of a step adds to one layer's gradient. Shape ``[m, b, d]``."""
-    found = [
-        block.layers[name] * block.weights_b.unsqueeze(1)
-        if name in block.layers
-        else layer.zeros(block.num_examples)
-        for block in step.blocks
-        if block.row is not None
-    ]
+def _shares(
+    step: TrajectoryStep, name: str, layer: AbstractLayerStep, share: tuple[int, int]
+) -> Tensor:
+    """What each carried example of a step adds to one layer's gradient. Shape ``[m, b, d]``."""
+    first, every = share
+    found = []
+    for block in step.blocks:
+        if block.row is None:
+            continue
+        taken = slice((first - block.row) % every, None, every)
+        weights_b1 = block.weights_b[taken].unsqueeze(1)
+        found.append(
+            block.layers[name][:, taken] * weights_b1
+            if name in block.layers
+            else layer.zeros(len(weights_b1))
+        )
     return torch.cat(found, 1) if found else layer.zeros(0)

@@ -161,6 +161,8 @@ def check_follows(
 def scale_of(step: int, stored: Sequence[StoredBlock], values: Mapping[str, Any]) -> list[Tensor]:
     """Give what the gradients of each block are divided by to be what is in the step's gradient.
 
+    What each process divided by, times their number: gradients are averaged over processes.
+
     Args:
         step: Its number.
         stored: The step's blocks, in order.
@@ -172,12 +174,12 @@ def scale_of(step: int, stored: Sequence[StoredBlock], values: Mapping[str, Any]
     Raises:
         ValueError: If it is not known.
     """
-    sizes = [len(block.block.ids) for block in stored]
+    sizes, processes = [len(block.block.ids) for block in stored], values.get("processes", 1)
     if all("scale" in (block.meta or {}) for block in stored):
-        numbers = [float(block.meta["scale"]) for block in stored]
+        numbers = [processes * float(block.meta["scale"]) for block in stored]
         found = [torch.full((size,), number) for size, number in zip(sizes, numbers, strict=True)]
         return [scales.double() for scales in found]
-    recorded = torch.tensor(values["scales"], dtype=torch.float64)
+    recorded = torch.tensor(values["scales"], dtype=torch.float64) * processes
     each = recorded.repeat_interleave(torch.tensor(values["sizes"], dtype=torch.int64))
     if each.shape[0] != sum(sizes):
         raise ValueError(

@@ -25,6 +25,7 @@ from gradtrail.attribution.trajectory_checks import (
 )
 from gradtrail.attribution.trajectory_masks import Cut, kept_cuts, whole_cuts
 from gradtrail.attribution.trajectory_method import StoredTask
+from gradtrail.attribution.trajectory_states import iterate_states
 from gradtrail.factors import LayerGradient, Projection, move, to_dense, widen
 from gradtrail.progress import progress_bar
 from gradtrail.store import StoredBlock
@@ -158,6 +159,17 @@ class TrainingRecords:
         """The queries' gradients, written out. By layer, shape ``[m, q, k]``."""
         return self._query
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which share of the work is done here, and among how many it is divided."""
+        return self._task.place
+
+    def keep_queries(self, columns: range) -> None:
+        """Let go of the queries that are not among some that follow each other."""
+        if len(columns) < next(iter(self._query.values())).shape[1]:
+            own = slice(columns.start, columns.stop)
+            self._query = {name: values[:, own].clone() for name, values in self._query.items()}
+
     def sweep(self, linearise: Linearise, *, reverse: bool) -> Iterator[TrajectoryStep]:
         """Read every step once.
 
@@ -168,8 +180,11 @@ class TrainingRecords:
         Yields:
             The steps; what one holds is let go before the next is read.
         """
-        states = self._task.optimizer_states.iterate(
-            self.steps, reverse=reverse, names=None if self._moments else ()
+        states = iterate_states(
+            self._task.optimizer_states,
+            self.steps,
+            reverse=reverse,
+            names=None if self._moments else (),
         )
         names = [name for name in self._task.layers if name in self._task.train.layers]
         blocks = self._task.train.blocks(
@@ -177,7 +192,7 @@ class TrainingRecords:
         )
         groups = groupby(blocks, key=lambda stored: stored.block.step)
         last = None
-        with progress_bar("steps", len(self.steps), enabled=self._task.progress) as bar:
+        with progress_bar("steps", len(self.steps), enabled=self._task.shows_bar) as bar:
             for (number, group), (_, tensors, values) in zip(groups, states, strict=True):
                 stored = list(group)[:: -1 if reverse else 1]
                 if last is not None:

@@ -10,6 +10,7 @@ import torch
 
 from gradtrail.attribution.method import make_method
 from gradtrail.attribution.scores import AttributionScores
+from gradtrail.attribution.shares import in_step, needs_every_rank
 from gradtrail.attribution.stored_model import check_readable
 from gradtrail.attribution.trajectory_method import AbstractStoredMethod, StoredTask
 from gradtrail.callbacks import ParameterSnapshotCallback, replay
@@ -46,6 +47,9 @@ def attribute_by_replay(  # noqa: PLR0913  # the one-call entry point
 
     The scores are those of ``attribute_from_cache`` on the gradients that ``OffloadCallback`` would
     have stored. One step's gradients are held at a time.
+
+    Many processes divide the work; with a model in DDP, whose backward needs all of them, each
+    does all of it.
 
     Args:
         manager: What captures, made as in training and not collecting; its layers count.
@@ -85,8 +89,17 @@ def attribute_by_replay(  # noqa: PLR0913  # the one-call entry point
         layers=tuple(layer for layer in manager.layers if layer in query_store.layers),
         device=device,
         progress=progress,
+        is_shared=not needs_every_rank(manager.model),
     )
-    values = attributor.score_stored(task).to(dtype=torch.float32)
+    call = {
+        "method": name,
+        "method_options": attributor.describe_options(),
+        "snapshots": [snapshots.steps, chosen],
+        "query_store": len(query_store),
+        "layers": task.layers,
+    }
+    with in_step("attribute_by_replay", manager.model, call):
+        values = attributor.score_stored(task).to(dtype=torch.float32)
     rows = [
         (record.step, one)
         for record in train.records
@@ -142,7 +155,7 @@ class _Replayed:
         """The steps, one block each."""
         found, row = [], 0
         for step in self.snapshots.steps:
-            calls = self.snapshots.values(step)["calls"]
+            calls = [call for part in self.snapshots.parts(step) for call in part["calls"]]
             ids = tuple(one for call in calls for one in call["ids"])
             found.append(BlockRecord(step, ids, None, 0, row))
             row += len(ids)

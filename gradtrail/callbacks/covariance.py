@@ -10,30 +10,29 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradtrail.callbacks.base import AbstractRecordingCallback
 from gradtrail.callbacks.checks import check_store
-from gradtrail.callbacks.offload import OffloadCallback, output_embedding
+from gradtrail.callbacks.covariance_layers import layers_with_covariances
+from gradtrail.callbacks.offload import OffloadCallback
 from gradtrail.errors import CurvatureError, GradTrailWarning
 from gradtrail.factors import GradientBlock, LayerGradient
-from gradtrail.hooks import HookManager, OptimizerStep, Unit
+from gradtrail.hooks import HookManager, OptimizerStep
 from gradtrail.kronecker import (
-    COVARIANCES,
     CovarianceAccumulator,
     KroneckerFactors,
     covariance_state,
     covariances_from,
+    covariances_name,
     restored_accumulator,
 )
 from gradtrail.options import check_positive
-from gradtrail.store import GradientStore, records_digest
+from gradtrail.store import BlockRecord, GradientStore, records_digest
 from gradtrail.store.fetch import AbstractCompanion
 
 __all__ = ["KroneckerCovarianceCallback"]
-
-_SHOWN = 5
 
 
 @dataclass(eq=False)
@@ -55,7 +54,8 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
     that have no factors any more. They cover exactly the stored records: what is not stored is
     not counted, and a backward that raised or an optimizer step that a loss scaler skipped leaves
     no trace. Layers without Kronecker structure are passed over, and the output embedding is
-    unless the manager's ``layers`` name it.
+    unless the manager's ``layers`` name it. Of several processes each counts what it stores, under
+    a name of its own; whoever reads the store adds them up.
 
     They are written when the capture ends, when its store is closed before that, and on
     ``flush()``, which ``GradTrailCallback`` calls with every checkpoint. A run that was killed may
@@ -88,7 +88,7 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
         self._handle: object | None = None
 
     def covariances(self) -> dict[str, KroneckerFactors]:
-        """Give the covariances so far, a mean over the examples counted.
+        """Give the covariances so far, a mean over the examples that this process counted.
 
         Returns:
             By layer.
@@ -109,7 +109,8 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
             return
         self._offload.flush()
         whole = self._total if self._step is None else _joined(self._total, self._step)
-        stored, number = _records_of(self._store), len(whole.records)
+        own = _own_records(self._store)
+        stored, number = _listed(own), len(whole.records)
         if self._covered_to is not None:  # the rest will be met again
             stored = stored[:number]
         if stored != whole.records:
@@ -124,9 +125,9 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
         known = {entry.layer for entry in self._manager.coverage.with_status("covered")}
         whole.sums.discard(set(whole.sums.names) - known)  # refused after they had come
         tensors, metadata = covariance_state(
-            whole.sums, whole.num_rows, records_digest(self._store.records[:number])
+            whole.sums, whole.num_rows, records_digest(own[:number])
         )
-        self._store.attach(COVARIANCES, tensors, metadata)
+        self._store.attach(_name_in(self._store), tensors, metadata)
 
     def on_attach(self, manager: HookManager) -> None:
         """Choose the layers, and go on from what the store holds.
@@ -137,7 +138,7 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
         Raises:
             ValueError: If nothing else of the capture writes into the store.
         """
-        self._layers = _eligible(manager, self._max_side)
+        self._layers = layers_with_covariances(manager, self._max_side)
         beside = [
             one
             for one in manager.callbacks
@@ -267,10 +268,10 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
         fresh = _Part(CovarianceAccumulator(max_side=self._max_side))
         if self._store is None:
             return fresh
-        stored = _records_of(self._store)
+        stored = _listed(_own_records(self._store))
         if not stored or (self._total is not None and self._total.records == stored):
             return self._total if stored else fresh
-        attached = self._store.attached(COVARIANCES)
+        attached = self._store.attached(_name_in(self._store))
         count = None if attached is None else self._num_covered(attached[1])
         if count is not None:
             sums, _ = restored_accumulator(*attached, max_side=self._max_side)
@@ -299,7 +300,7 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
             All of them, or those before the step that the loop begins with or one after it: the
             rest is made again and counted then. None where it is neither.
         """
-        records, number = self._store.records, 0
+        records, number = _own_records(self._store), 0
         if metadata.get("covers") == records_digest(records):
             return len(records)
         text = metadata.get("num_examples", "")
@@ -317,8 +318,18 @@ class KroneckerCovarianceCallback(AbstractRecordingCallback, AbstractCompanion):
         return number
 
 
-def _records_of(store: GradientStore) -> list[tuple[int, tuple[int | str, ...]]]:
-    return [(record.step, tuple(record.ids)) for record in store.records]
+def _own_records(store: GradientStore) -> list[BlockRecord]:
+    """The records of this process; what others stored, they have counted."""
+    pairs = zip(store.records, store.log.entries, strict=True)
+    return [record for record, entry in pairs if entry.rank == store.log.manifest.rank]
+
+
+def _listed(records: Iterable[BlockRecord]) -> list[tuple[int, tuple[int | str, ...]]]:
+    return [(record.step, tuple(record.ids)) for record in records]
+
+
+def _name_in(store: GradientStore) -> str:
+    return covariances_name(store.log.manifest.rank)
 
 
 def _absorb(whole: _Part, part: _Part) -> None:
@@ -331,68 +342,3 @@ def _joined(one: _Part, two: _Part) -> _Part:
     found = _Part(one.sums.copy(), list(one.records))
     _absorb(found, _Part(two.sums.copy(), two.records))
     return found
-
-
-def _eligible(manager: HookManager, max_side: int) -> frozenset[str]:
-    """Choose the layers that get covariances, as the K-FAC family does.
-
-    Args:
-        manager: What captures.
-        max_side: Longest side of a covariance.
-
-    Returns:
-        Their names.
-
-    Raises:
-        ValueError: If the captured gradients have no factors.
-        CurvatureError: If a side is too long, or no layer is left.
-    """
-    projection, selection = manager.projection, manager.selection
-    if projection is not None and projection.kind != "factored":
-        raise ValueError(
-            f"projection must keep both sides of a layer for its covariances, got kind="
-            f"{projection.kind!r}. Choose 'factored', or leave the covariances out."
-        )
-    if manager.form.transform is not None:
-        raise ValueError(
-            "optimizer must be None for covariances, which are of gradients, got a manager that "
-            "captures update directions. Leave the covariances out."
-        )
-    head = None if selection.explicit else output_embedding(manager.model)
-    found, wide = [], []
-    for unit in selection.units:
-        side = _longest_side(unit)
-        grouped = any(getattr(owner.module, "groups", 1) > 1 for owner in unit.owners)
-        if side is None or (projection is not None and grouped):
-            continue
-        if any(owner.module is head for owner in unit.owners):
-            continue
-        side = side if projection is None else min(side, projection.dim)
-        found.append(unit.name)
-        if side > max_side:
-            wide.append(f"{unit.name} ({side:,}, {4 * side * side / 2**30:,.1f} GiB)")
-    if wide:
-        more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
-        raise CurvatureError(
-            f"Layers must have sides of at most max_factor_dim={max_side}, got "
-            f"{', '.join(wide[:_SHOWN])}{more} for a covariance. Leave them out with exclude=, "
-            "compress them with projection=, or raise max_factor_dim."
-        )
-    if not found:
-        raise CurvatureError(
-            "The capture must have a layer with Kronecker structure, got none. Choose other "
-            "layers, or leave the covariances out."
-        )
-    return frozenset(found)
-
-
-def _longest_side(unit: Unit) -> int | None:
-    """Longest side over a layer's owners, with the bias's constant; None for another kind."""
-    longest = 0
-    for owner in unit.owners:
-        sides = owner.rule.kronecker_sides(owner.module)
-        if sides is None:
-            return None
-        o, i = sides
-        longest = max(longest, o, (i if owner.roles.weight else 0) + int(owner.roles.bias))
-    return longest

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import nn
-
 from gradtrail.callbacks.base import AbstractRecordingCallback
 from gradtrail.callbacks.checks import check_store
 from gradtrail.callbacks.recorded_steps import Placement, RecordedSteps, check_same
@@ -16,9 +14,10 @@ from gradtrail.callbacks.summed import sum_examples
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import GradientBlock, LayerGradient
 from gradtrail.hooks import HookManager, OptimizerStep
+from gradtrail.hooks.wrapped import output_embedding
 from gradtrail.store import BackgroundWriter, GradientStore
 
-__all__ = ["OffloadCallback", "output_embedding"]
+__all__ = ["OffloadCallback"]
 
 
 class OffloadCallback(AbstractRecordingCallback):
@@ -232,9 +231,3 @@ def _facts(manager: HookManager, steps: RecordedSteps) -> dict[str, Any]:
         "loss_reduction": manager.loss_reduction,
         "extra": extra,
     }
-
-
-def output_embedding(model: nn.Module) -> nn.Module | None:
-    """The module that a language model's logits come from, which K-FAC leaves out by default."""
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None

@@ -26,7 +26,7 @@ from gradtrail.hooks import (
     layer_parameters,
 )
 from gradtrail.hooks.optimizer_state import from_record, read_state, state_of, to_record
-from gradtrail.hooks.sharded import Shards
+from gradtrail.hooks.sharded import Shards, reducing_sizes
 from gradtrail.hooks.sharded_state import whole_states
 from gradtrail.options import check_choice, check_positive
 from gradtrail.store import StepStore
@@ -43,7 +43,8 @@ class OptimizerStateCallback(AbstractRecordingCallback):
     order of the layers' written-out gradients, every group's hyperparameters as that step used
     them (learning rate of the schedule included), and the ids, sizes and scales of the backwards
     that it sums. A step that a loss scaler skipped leaves no record, but the next one names it. A
-    loop that resumes replaces the records of the steps that it makes again.
+    loop that resumes replaces the records of the steps that it makes again. Of several processes
+    that DDP or FSDP lets train one model each records its backwards, the first the moments.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class OptimizerStateCallback(AbstractRecordingCallback):
         self._skipped: list[int] = []
         self._before: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._shards: Shards | None = None
+        self._keeps = True  # the moments, which the first process may have stored
         self._stack = ExitStack()
 
     def on_attach(self, manager: HookManager) -> None:
@@ -109,6 +111,7 @@ class OptimizerStateCallback(AbstractRecordingCallback):
                 "the optimizer that trains the model to collect()."
             )
         self._shards = Shards(manager.model)
+        self._keeps = not self._store.log.manifest.rank or not reducing_sizes(manager.model)
         self._store.define(
             recorder=type(self).__name__,
             moments=self._moments,
@@ -139,10 +142,10 @@ class OptimizerStateCallback(AbstractRecordingCallback):
         tensors, values = {}, {"skipped": self._skipped}
         found = {"before": before}
         if "after" in _SIDES[self._moments]:
-            found["after"] = self._look(copies=True)
+            found["after"] = self._look(copies=self._keeps)
         for side, (moments, facts) in found.items():
             values[side] = facts
-            if side in _SIDES[self._moments]:
+            if side in _SIDES[self._moments] and self._keeps:
                 tensors |= {f"{side}/{name}": value for name, value in moments.items()}
         values["ids"] = list(step.ids)
         values["sizes"] = [size for size, _ in backwards]
@@ -171,7 +174,7 @@ class OptimizerStateCallback(AbstractRecordingCallback):
     def _before_step(self, *_: object) -> None:
         """Look at the state that a step starts from, with the hyperparameters that it will use."""
         due = self._manager.optimizer_steps % self._every == 0
-        copies = "before" in _SIDES[self._moments]
+        copies = self._keeps and "before" in _SIDES[self._moments]
         self._before = self._look(copies=copies) if due else None
 
     def _look(self, *, copies: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:

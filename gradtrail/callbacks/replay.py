@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrail.callbacks.merge import merge_blocks
-from gradtrail.callbacks.snapshot import ParameterSnapshotCallback, checksums
+from gradtrail.callbacks.snapshot import ParameterSnapshotCallback, call_prefix, checksums
 from gradtrail.callbacks.snapshot_calls import unpack
 from gradtrail.factors import GradientBlock
 from gradtrail.hooks import HookManager, call_fields
@@ -76,26 +76,29 @@ def replay(
     parameters = unwrapped(manager.model).named_parameters()
     frozen = checksums((name, p) for name, p in parameters if not p.requires_grad)
     _check_same(facts["frozen"], frozen)
-    return _replayed(manager, store.iterate(steps, reverse=reverse), loss)
+    records = store.iterate(steps, reverse=reverse)
+    return _replayed(manager, ((n, own, store.parts(n)) for n, own, _ in records), loss)
 
 
 def _replayed(
     manager: HookManager,
-    records: Iterator[tuple[int, Mapping[str, Tensor], Mapping[str, Any]]],
+    records: Iterator[tuple[int, Mapping[str, Tensor], Sequence[Mapping[str, Any]]]],
     loss: ReplayLoss | None,
 ) -> Iterator[GradientBlock]:
-    """Go through records, each step on the model as it was."""
+    """Go through records, each step on the model as it was, with the calls of every process."""
     model = unwrapped(manager.model)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     sums = checksums(buffers.items())
     with _put_back(model):
-        for number, tensors, values in records:
-            _check_same(values["buffers"], {name: sums.get(name) for name in values["buffers"]})
+        for number, tensors, parts in records:
+            _check_parts(number, tensors, parts)
             _load(model, tensors, "parameter/", dict(model.named_parameters()))
             blocks = []
-            for place, call in enumerate(values["calls"]):
-                _load(model, buffers, "", dict(model.named_buffers()))
-                blocks.append(_run(manager, tensors, f"call/{place}/", call, loss))
+            for rank, values in enumerate(parts):
+                _check_same(values["buffers"], {name: sums.get(name) for name in values["buffers"]})
+                for place, call in enumerate(values["calls"]):
+                    _load(model, buffers, "", dict(model.named_buffers()))
+                    blocks.append(_run(manager, tensors, call_prefix(rank, place), call, loss))
             del tensors
             names = [name for name in manager.layers if any(name in b.layers for b in blocks)]
             yield merge_blocks(number, blocks, names)
@@ -167,6 +170,36 @@ def _loss_of(output: Any) -> Tensor:  # noqa: ANN401
             f"{type(output).__name__}. Pass loss=(output, arguments) -> the loop's loss."
         )
     return value
+
+
+def _check_parts(
+    number: int, tensors: Mapping[str, Tensor], parts: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse processes that trained models of their own.
+
+    Args:
+        number: The step.
+        tensors: Its tensors, the first process's parameters among them.
+        parts: What each process recorded.
+
+    Raises:
+        ValueError: If their parameters differ.
+    """
+    if len(parts) == 1:
+        return
+    own = {
+        key.removeprefix("parameter/"): value
+        for key, value in tensors.items()
+        if key.startswith("parameter/")
+    }
+    sums = checksums(own.items())
+    for rank, part in enumerate(parts[1:], 1):
+        if part["parameters"] != sums:
+            raise ValueError(
+                f"store must be recorded in the training of one model, got parameters of process "
+                f"{rank} in step {number} that are not those of process 0. Record each in a folder "
+                "of its own."
+            )
 
 
 def _check_same(recorded: Mapping[str, int], found: Mapping[str, int | None]) -> None:

@@ -22,7 +22,7 @@ from gradtrail.hooks.wrapped import communicates, unwrapped
 from gradtrail.options import check_positive
 from gradtrail.store import StepStore
 
-__all__ = ["ParameterSnapshotCallback", "checksums"]
+__all__ = ["ParameterSnapshotCallback", "call_prefix", "checksums"]
 
 
 class ParameterSnapshotCallback(AbstractRecordingCallback):
@@ -33,6 +33,7 @@ class ParameterSnapshotCallback(AbstractRecordingCallback):
     that have not changed, are not stored but known by a checksum, by which a replay with another
     model is refused; so is one whose loss is reduced otherwise. A step that a loss scaler skipped
     leaves no record. A loop that resumes replaces the records of the steps that it makes again.
+    Of several processes that train one model each records its batches, the first the parameters.
     """
 
     def __init__(self, store: StepStore, *, every: int = 1) -> None:
@@ -117,14 +118,18 @@ class ParameterSnapshotCallback(AbstractRecordingCallback):
         parameters, self._parameters = self._parameters, None
         if step.skipped or parameters is None or not calls:
             return
-        tensors = {f"parameter/{name}": value for name, value in parameters.items()}
-        values = []
+        rank, tensors, values, facts = self._store.log.manifest.rank, {}, [], {}
+        if rank:  # the first process has stored them
+            facts["parameters"] = checksums(parameters.items())
+        else:
+            tensors = {f"parameter/{name}": value for name, value in parameters.items()}
         for place, (call, ids) in enumerate(calls):
-            tensors |= {f"call/{place}/{name}": value for name, value in call.tensors.items()}
+            prefix = call_prefix(rank, place)
+            tensors |= {f"{prefix}{name}": value for name, value in call.tensors.items()}
             values.append({**call.facts, "ids": list(ids)})
         unstored = [n for n in self._sums if any(f"buffer/{n}" not in c.tensors for c, _ in calls)]
         sums = {name: self._sums[name] for name in unstored}
-        self._store.append(step.step, tensors, {"calls": values, "buffers": sums})
+        self._store.append(step.step, tensors, {"calls": values, "buffers": sums, **facts})
 
     def flush(self) -> None:
         """Have everything written that was recorded so far."""
@@ -214,6 +219,11 @@ class _Call:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+def call_prefix(rank: int, place: int) -> str:
+    """What the names of a call's tensors begin with: which process made it, as its how manieth."""
+    return f"call/{rank}.{place}/" if rank else f"call/{place}/"
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:

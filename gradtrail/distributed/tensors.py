@@ -110,7 +110,8 @@ def gather_rows(
     if world_size() == 1:
         return rows
     layout = f"{rows.dtype} {tuple(rows.shape[1:])}"
-    counts = [count for (count,) in exchange(f"width of {what}: {layout}", len(rows))]
+    place = f"width of {what}: {layout}, for {to}"
+    counts = [count for (count,) in exchange(place, len(rows))]
     receives = to == "all" or rank() == 0
     with guarded(f"making room for {what}"):
         own = rows.detach().to(wire_device(rows.device)).contiguous()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradtrail.hooks.wrapped import flat_parameters, refuse_whole_ties, take_apart
+from gradtrail.hooks.wrapped import fsdp_handles, keep_whole, set_gradients_aside, take_apart
 
 __all__ = ["at_rest", "hold_fixed", "is_fixed", "marked_fixed"]
 
@@ -30,14 +30,16 @@ def hold_fixed(model: nn.Module, stack: ExitStack) -> None:
         model: The model.
         stack: Takes the way back: flags, modes and global random state.
     """
-    refuse_whole_ties(model)
     stack.enter_context(torch.inference_mode(mode=False))
     stack.enter_context(torch.enable_grad())
     stack.callback(_restore_random_state, *_random_state())
     # whole parameters that fully_shard made for an earlier pass have flags of their own
     take_apart(model)
     stack.callback(take_apart, model)
-    for parameter in (*model.parameters(), *flat_parameters(model)):
+    units = fsdp_handles(model)
+    keep_whole(units, stack)
+    set_gradients_aside(units, stack)
+    for parameter in (*model.parameters(), *(handle.flat_param for _, handle in units)):
         stack.callback(parameter.requires_grad_, parameter.requires_grad)
         parameter.requires_grad_(False)  # noqa: FBT003  # torch's own signature
     for module in model.modules():

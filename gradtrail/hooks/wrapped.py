@@ -8,7 +8,9 @@ whole ones in their places for a forward or backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,18 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "bare",
     "communicates",
-    "flat_parameters",
     "fsdp_handles",
     "is_part",
     "is_sharding",
     "is_spread",
+    "keep_whole",
     "lent_storages",
     "named_modules",
     "named_parameters",
+    "output_embedding",
     "plain_class",
     "put_back_whole",
-    "refuse_whole_ties",
     "register_shapes",
+    "set_gradients_aside",
     "take_apart",
     "unwrapped",
     "whole_shape",
@@ -108,6 +111,13 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return cls.__bases__[1] if cls.__bases__[0].__name__ == "FSDPModule" else cls
 
 
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """The module that a language model's logits come from, as layers are hooked; None without."""
+    getter = getattr(bare(unwrapped(model)), "get_output_embeddings", None)
+    found = getter() if callable(getter) else None
+    return None if found is None else bare(found)
+
+
 def communicates(model: nn.Module) -> bool:
     """Whether a forward of the model needs every process, as FSDP's do."""
     if any(is_part(parameter) for parameter in model.parameters()):
@@ -129,11 +139,6 @@ def fsdp_handles(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     return [(module, handle) for module, handle in pairs if handle is not None]
 
 
-def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The flat parameters of FSDP1, which stand behind those that the modules have."""
-    return [handle.flat_param for _, handle in fsdp_handles(model)]
-
-
 def take_apart(model: nn.Module) -> None:
     """Let every unit of ``fully_shard`` go back to the parts that this process holds."""
     for module in model.modules():
@@ -144,33 +149,65 @@ def take_apart(model: nn.Module) -> None:
 def put_back_whole(model: nn.Module) -> None:
     """Put parameters back where FSDP1 that shards nothing left views in their places.
 
-    It does so itself after the backward of a parameter that is trained.
+    It does so itself after the backward of a parameter that is trained. Where none is, the views
+    stay, and its next forward takes them for parameters that the user has exchanged.
 
     Args:
         model: The model.
     """
-    for _, handle in fsdp_handles(model):
+    _put_back(fsdp_handles(model))
+
+
+def keep_whole(units: Sequence[tuple[nn.Module, Any]], stack: ExitStack) -> None:
+    """Have parameters in their places before every forward, however the last pass has ended.
+
+    Args:
+        units: What ``fsdp_handles`` gives of a model; those that shard are left alone.
+        stack: Takes the way back, after which parameters are in their places too.
+    """
+    _put_back(units)
+    stack.callback(_put_back, units)
+    for module, handle in units:
+        if not handle.uses_sharded_strategy:
+            hook = module.register_forward_pre_hook(partial(_put_back_before, (module, handle)))
+            stack.callback(hook.remove)
+
+
+def set_gradients_aside(units: Sequence[tuple[nn.Module, Any]], stack: ExitStack) -> None:
+    """Keep what has been accumulated away from FSDP1, which drops it where nothing is trained.
+
+    Args:
+        units: What ``fsdp_handles`` gives of a model.
+        stack: Takes the way back.
+    """
+    for _, handle in units:
+        flat = handle.flat_param
+        if flat._is_grad_none_mask is not None:  # noqa: SLF001  # torch has no public way
+            stack.callback(setattr, flat, "_is_grad_none_mask", list(flat._is_grad_none_mask))  # noqa: SLF001
+        for owner in (flat, *flat._params, *flat._shared_params):  # noqa: SLF001
+            stack.callback(_set_gradient, owner, owner.grad)
+            owner.grad = None
+
+
+def _set_gradient(owner: nn.Parameter, gradient: Tensor | None) -> None:
+    """Set a gradient, which FSDP1 may keep in another shape than the parameter's present one."""
+    own = owner.data
+    if gradient is not None and gradient.shape != own.shape:
+        owner.data = torch.empty_like(gradient)
+    owner.grad = gradient
+    owner.data = own
+
+
+def _put_back_before(unit: tuple[nn.Module, Any], *_: object) -> None:
+    """Put one wrapper's parameters back, unless a backward under way recomputes its forward."""
+    if unit[1]._training_state.name == "IDLE":  # noqa: SLF001  # torch has no public way
+        _put_back([unit])
+
+
+def _put_back(units: Sequence[tuple[nn.Module, Any]]) -> None:
+    for _, handle in units:
         if not handle.uses_sharded_strategy:
             handle._use_unsharded_views(as_params=True)  # noqa: SLF001  # torch has no public way
-
-
-def refuse_whole_ties(model: nn.Module) -> None:
-    """Refuse to freeze what FSDP1 cannot put back: tied parameters that it keeps whole.
-
-    Args:
-        model: The model.
-
-    Raises:
-        ValueError: If there are some.
-    """
-    for _, handle in fsdp_handles(model):
-        tied = handle.flat_param._shared_param_infos  # noqa: SLF001  # torch has no public way
-        if tied and not handle.uses_sharded_strategy:
-            raise ValueError(
-                "FSDP must shard a model with tied parameters, got one that keeps them whole "
-                f"({tied[0].module_name}.{tied[0].param_name}), as in one process or with "
-                "NO_SHARD. Pass the plain model, or one in DDP."
-            )
 
 
 def is_sharding(module: nn.Module) -> bool:

@@ -3,8 +3,10 @@
 from gradtrail.kronecker.covariance import CovarianceAccumulator
 from gradtrail.kronecker.covariance_file import (
     COVARIANCES,
+    added_covariances,
     covariance_state,
     covariances_from,
+    covariances_name,
     restored_accumulator,
 )
 from gradtrail.kronecker.covariance_sums import KroneckerFactors
@@ -45,8 +47,10 @@ __all__ = [
     "Scratch",
     "Spectrum",
     "Tensors",
+    "added_covariances",
     "covariance_state",
     "covariances_from",
+    "covariances_name",
     "joined_covariances",
     "joined_sums",
     "load_fit",

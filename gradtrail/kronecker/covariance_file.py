@@ -4,29 +4,40 @@ Tensors: ``"<layer>:activation_cov"`` and ``"<layer>:count"`` under the name of 
 that reads an input, ``"<layer>:gradient_cov"`` for every layer; all of them sums, so that more
 examples can be added and any number of them divided by. The metadata says which layers read which
 input, over how many examples was summed and, with ``covers``, which records of a store those were.
+Where several processes train, each keeps sums of its own records.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradtrail.errors import CurvatureError
 from gradtrail.kronecker.covariance import CovarianceAccumulator
-from gradtrail.kronecker.covariance_sums import KroneckerFactors, LayerSums
+from gradtrail.kronecker.covariance_sums import KroneckerFactors, LayerSums, joint_owners
 
 __all__ = [
     "COVARIANCES",
+    "added_covariances",
     "covariance_state",
     "covariances_from",
+    "covariances_name",
     "restored_accumulator",
 ]
 
 COVARIANCES = "covariances"  # the name they have in a store
 _FORMAT = "gradtrail-covariances-1"
+
+Written: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, str]]
+
+
+def covariances_name(rank: int) -> str:
+    """Name in a store of the covariances of what one process stored there."""
+    return f"{COVARIANCES}_{rank:04d}" if rank else COVARIANCES
 
 
 def covariance_state(
@@ -49,12 +60,7 @@ def covariance_state(
         tensors[f"{sums.input_of}:activation_cov"] = sums.activation_gii
         tensors[f"{sums.input_of}:count"] = sums.count
         tensors[f"{name}:gradient_cov"] = sums.gradient_goo
-    metadata = {
-        "format": _FORMAT,
-        "layers": json.dumps(layers),
-        "num_examples": str(num_examples),
-    }
-    return tensors, metadata if covers is None else {**metadata, "covers": covers}
+    return tensors, _described(layers, num_examples, covers)
 
 
 def covariances_from(
@@ -103,6 +109,38 @@ def restored_accumulator(
     accumulator = CovarianceAccumulator(max_side=max_side)
     accumulator.restore(sums)
     return accumulator, num_examples
+
+
+def added_covariances(parts: Sequence[Written], covers: str) -> Written:
+    """Add up what several processes wrote, each over examples of its own.
+
+    Args:
+        parts: Tensors and metadata of each.
+        covers: Digest of the records that they are over together.
+
+    Returns:
+        Tensors and metadata, as one process would have written them but for rounding.
+    """
+    read = [_sums_from(*part) for part in parts]
+    owners = joint_owners([{name: one.input_of for name, one in sums.items()} for sums, _ in read])
+    tensors: dict[str, Tensor] = {}
+    for name, owner in owners.items():
+        found = [sums[name] for sums, _ in read if name in sums]
+        tensors[f"{name}:gradient_cov"] = sum(one.gradient_goo for one in found)
+        if name == owner:
+            tensors[f"{name}:activation_cov"] = sum(one.activation_gii for one in found)
+            tensors[f"{name}:count"] = sum(one.count for one in found)
+    num_examples = sum(number for _, number in read)
+    return tensors, _described(owners, num_examples, covers)
+
+
+def _described(layers: Mapping[str, str], num_examples: int, covers: str | None) -> dict[str, str]:
+    metadata = {
+        "format": _FORMAT,
+        "layers": json.dumps(layers),
+        "num_examples": str(num_examples),
+    }
+    return metadata if covers is None else {**metadata, "covers": covers}
 
 
 def _sums_from(

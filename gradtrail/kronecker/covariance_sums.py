@@ -6,6 +6,7 @@ there is a bias), o output.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor
 from gradtrail.factors import LinearFactors
 from gradtrail.kronecker.symmetric import add_products
 
-__all__ = ["InputSum", "KroneckerFactors", "LayerSums", "add_weighted", "counted_positions"]
+__all__ = [
+    "InputSum",
+    "KroneckerFactors",
+    "LayerSums",
+    "add_weighted",
+    "counted_positions",
+    "joint_owners",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,3 +107,21 @@ def add_weighted(inputs: InputSum, part: LinearFactors, weights_t: Tensor) -> No
         sum_gii[:, :width, width] += a_tgi.sum(0)
         sum_gii[:, width, width] += count
     inputs.count += count
+
+
+def joint_owners(seen: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Say which layers share an input where several processes have summed.
+
+    Args:
+        seen: What each has seen: by layer, the first layer there with its input.
+
+    Returns:
+        By layer, the first layer with its input. Two share one where they do in every process that
+        saw them.
+    """
+    names = list(dict.fromkeys(name for one in seen for name in one))
+    inputs = {name: tuple(one.get(name) for one in seen) for name in names}
+    first: dict[tuple[str | None, ...], str] = {}
+    for name in names:
+        first.setdefault(inputs[name], name)
+    return {name: first[inputs[name]] for name in names}

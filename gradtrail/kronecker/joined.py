@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtrail.distributed import gather_json, reduce_named
-from gradtrail.kronecker.covariance_sums import KroneckerFactors, LayerSums
+from gradtrail.kronecker.covariance_sums import KroneckerFactors, LayerSums, joint_owners
 from gradtrail.kronecker.symmetric import mirror
 
 __all__ = ["joined_covariances", "joined_sums"]
@@ -27,12 +27,7 @@ def joined_sums(sums: Mapping[str, LayerSums], device: torch.device) -> dict[str
         By layer, in an order that is the same on every rank.
     """
     seen = gather_json({name: one.input_of for name, one in sums.items()})
-    names = list(dict.fromkeys(name for one in seen for name in one))
-    inputs = {name: tuple(one.get(name) for one in seen) for name in names}
-    first: dict[tuple[str | None, ...], str] = {}
-    for name in names:
-        first.setdefault(inputs[name], name)
-    owners = {name: first[inputs[name]] for name in names}
+    owners = joint_owners(seen)
     total = reduce_named(_named(sums, owners), device, "covariances")
     return {
         name: LayerSums(

@@ -190,7 +190,9 @@ class FolderWriter:
         """Write a record into the open shard; it is journalled with the shard."""
         if self._open is None:
             name = shard_name(self._rank, self._next)
-            self._open = ShardWriter(self.folder, name, self.shard_bytes, entry.layout)
+            self._open = ShardWriter(
+                self.folder, name, self.shard_bytes, entry.layout, outlasts=self._outlasts
+            )
         try:
             entry.start = self._open.add(entry.layout, tensors)
         except BaseException:
@@ -218,7 +220,7 @@ class FolderWriter:
             return 0
         writer, pending = self._open, self.pending
         try:
-            total = writer.finish(outlasts=self._outlasts)
+            total = writer.finish()
             if self.manifest.is_changed:
                 self.manifest.save(self.folder)
             self._journal.append(_line(writer.name, total, pending))

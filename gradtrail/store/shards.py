@@ -26,11 +26,10 @@ from gradtrail.files import (
     join_sums,
     sync_folder,
     tensor_bytes,
-    write_all,
-    write_summed,
 )
 from gradtrail.store.layout import Layout, TensorSpec
 from gradtrail.store.pages import bring_in
+from gradtrail.store.shard_file import ShardFile
 
 __all__ = ["Shard", "ShardWriter", "tensor_in"]
 
@@ -39,6 +38,7 @@ _CHUNK = 1 << 20
 _MAPPED = 1 << 16  # smaller tensors are read: a mapping costs more, and their number is limited
 _AT_ONCE = 16 << 20  # records of fewer bytes are mapped whole: one mapping for all their tensors
 _PAGE = 4096
+_DIRECT_RECORD = 1 << 20  # bytes: a smaller one is copied sooner than the disk answers
 
 
 class Shard:
@@ -191,39 +191,38 @@ class Shard:
 class ShardWriter:
     """A shard under a temporary name, to which records are added."""
 
-    def __init__(self, folder: Path, name: str, shard_bytes: int, first: Layout) -> None:
+    def __init__(
+        self, folder: Path, name: str, shard_bytes: int, first: Layout, *, outlasts: bool
+    ) -> None:
         """Begin a file.
 
-        Room for the header is left in front, as much as records like the first will need.
+        Room for the header is left in front, as much as records like the first will need. A file
+        that outlasts the process goes past the system's cache where its records are large: what
+        is read again right away lies in temporary ones.
 
         Args:
             folder: The store's folder.
             name: Name of the shard.
             shard_bytes: Bytes that it is meant to have.
             first: Layout of the first record.
-
-        Raises:
-            OSError: If no file can be written there.
+            outlasts: Whether it outlasts the process, and so is flushed to the disk.
         """
         self.folder, self.name = folder, name
+        self._outlasts = outlasts
         count = min(max(1, shard_bytes // max(1, first.stride)) + 1, 1 << 20)
         wanted = min(count * _entry_bytes(first), max(shard_bytes // 8, _PAGE))
         self._reserved = -(-wanted // _PAGE) * _PAGE
         path = folder / f"{name}.tmp"
-        self._file = FileIO(os.open(path, _FRESH, 0o666), "r+")
-        self._size, self._crc = 0, 0
+        self._file = ShardFile(
+            path, self._reserved, direct=outlasts and first.stride >= _DIRECT_RECORD
+        )
         self.shard = Shard(path, name, [], None)
         self.shard.data_start = self._reserved
-        try:
-            write_all(self._file, memoryview(b" " * self._reserved))
-        except OSError:
-            self.abandon()
-            raise
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the records so far."""
-        return self._size
+        return self._file.num_bytes
 
     def add(self, layout: Layout, tensors: Sequence[Callable[[], Tensor]]) -> int:
         """Write a record; where that fails no part of it is left.
@@ -235,43 +234,37 @@ class ShardWriter:
         Returns:
             Where it begins, in bytes from the first.
         """
-        start, crc = self._size, self._crc
+        mark = self._file.mark()
         with ExitStack() as undo:
-            undo.callback(self._file.truncate, self._reserved + start)
-            self._file.seek(self._reserved + start)
+            undo.callback(self._file.go_back, mark)
             for tensor in tensors:
-                crc = write_summed(self._file, tensor_bytes(tensor()), crc)
-            crc = write_summed(self._file, memoryview(bytes(layout.padding)), crc)
+                self._file.add(tensor_bytes(tensor()))
+            self._file.add(memoryview(bytes(layout.padding)))
+            self._file.settle()
             undo.pop_all()
-        self._crc = crc
-        self._size += layout.stride
         self.shard.layouts.append(layout)
-        return start
+        return mark.num_bytes
 
-    def finish(self, *, outlasts: bool) -> FileSum:
-        """Write the header, flush the file to the disk and give it its name.
-
-        Args:
-            outlasts: Whether it is flushed at all.
+    def finish(self) -> FileSum:
+        """Write the header, flush the file to the disk if it outlasts the process, and name it.
 
         Returns:
             Size and checksum of the file.
         """
-        self._file.truncate(self._reserved + self._size)
         head = _head(self.shard.layouts)
         spare = self._reserved - len(head)
-        if 0 <= spare <= self._size // 16:
+        if 0 <= spare <= self.num_bytes // 16:
             head = pad_header(head, self._reserved)
-            self._file.seek(0)
-            write_all(self._file, memoryview(head))
+            self._file.end(head)
         else:
             self._move_behind(head)
-        if outlasts:
-            os.fsync(self._file.fileno())
-        total = FileSum(len(head) + self._size, join_sums(zlib.crc32(head), self._crc, self._size))
+        if self._outlasts:
+            self._file.sync()
+        size, crc = self._file.num_bytes, self._file.crc32
+        total = FileSum(len(head) + size, join_sums(zlib.crc32(head), crc, size))
         self.shard.rename(lambda: self._give_name(len(head), total))
         self._file.close()
-        if outlasts:
+        if self._outlasts:
             sync_folder(self.folder)
         return total
 
@@ -292,13 +285,10 @@ class ShardWriter:
     def _move_behind(self, head: bytes) -> None:
         """Copy the records behind a header that does not fit the room left for it."""
         path = self.folder / f"{self.name}.new.tmp"
-        file = FileIO(os.open(path, _FRESH, 0o666), "r+")
+        file = ShardFile(path, len(head), direct=False)
         try:
-            write_all(file, memoryview(head))
-            self._file.seek(self._reserved)
-            buffer = memoryview(bytearray(min(_CHUNK, max(1, self._size))))
-            while count := self._file.readinto(buffer):
-                write_all(file, buffer[:count])
+            self._file.copy_to(file)
+            file.end(head)
         except OSError:
             file.close()
             raise
@@ -307,9 +297,6 @@ class ShardWriter:
         self._file.close()
         self._file, self._reserved = file, len(head)
         old.unlink()
-
-
-_FRESH = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
 
 
 def pad_header(head: bytes, size: int) -> bytes:
