@@ -130,7 +130,6 @@ def test_three_ranks_of_uneven_batches(workers, how):
         ("group", "must meet gradients averaged over all 2 processes, got averages over 1"),
         ("hook", "must be averaged by DistributedDataParallel itself, got a communication hook"),
         ("factor", r"got set_gradient_divide_factor(1.0)"),
-        ("renormalize", "renormalize must know by what every rank divides in several processes"),
     ],
 )
 def test_what_cannot_work_is_refused(workers, how, message):

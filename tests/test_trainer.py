@@ -306,12 +306,15 @@ def test_options_that_cannot_be_are_refused(tmp_path):
         _refuse_unknown_ground(arguments, "model")
     _refuse_unknown_ground(arguments, "sum")
     arguments.label_smoothing_factor = 0.0
-    for name in ("deepspeed", "fsdp"):
-        before = getattr(arguments, name)
-        setattr(arguments, name, "full_shard")
-        with pytest.raises(ValueError, match=f"{name} must be off, got 'full_shard'"):
-            _refuse_unknown_ground(arguments, "model")
-        setattr(arguments, name, before)
+    arguments.fsdp, arguments.fsdp_config = True, {"version": 2}
+    _refuse_unknown_ground(arguments, "model")
+    arguments.fsdp_config = {"xla": True}
+    with pytest.raises(ValueError, match="fsdp_config must be without xla, got xla=True"):
+        _refuse_unknown_ground(arguments, "model")
+    arguments.fsdp, arguments.deepspeed = None, "config.json"
+    with pytest.raises(ValueError, match=r"deepspeed must be off, got 'config\.json'"):
+        _refuse_unknown_ground(arguments, "model")
+    arguments.deepspeed = None
     arguments._n_gpu = 2
     with pytest.raises(ValueError, match="n_gpu must be at most 1, got 2"):
         _refuse_unknown_ground(arguments, "model")

@@ -12,6 +12,7 @@ from gradtrail import example_id
 from gradtrail.callbacks import AbstractStepCallback
 from gradtrail.factors import to_dense
 from gradtrail.hooks.labels import model_kind
+from gradtrail.hooks.wrapped import named_parameters, unwrapped
 
 VOCAB = 17
 TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second"} | {
@@ -168,8 +169,8 @@ class Recorder(AbstractStepCallback):
 
 
 def bare_copy(model):
-    """A copy without the hooks, in evaluation mode."""
-    twin = copy.deepcopy(model).eval()
+    """A copy without the hooks and DDP's wrapper, in evaluation mode."""
+    twin = copy.deepcopy(unwrapped(model)).eval()
     vars(twin).pop("forward", None)  # accelerate's and TRL's, which are bound to the original
     for module in twin.modules():
         module._forward_hooks.clear()
@@ -201,7 +202,7 @@ def expected_gradients(model, rows, loss=own_loss):
 
 def block_gradients(manager, block):
     """A block's gradients by parameter name."""
-    names = {id(parameter): name for name, parameter in manager.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(manager.model)}
     found = {}
     for unit in manager.selection.units:
         if unit.name in block.layers:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from gradtrail.callbacks.base import AbstractStepCallback
-from gradtrail.callbacks.selection_layers import trained_layers
+from gradtrail.callbacks.selection_layers import lightened, trained_layers
 from gradtrail.callbacks.selection_log import Record, averaged, record_of
 from gradtrail.callbacks.selection_losses import LossFunction
 from gradtrail.callbacks.selection_options import ScoringOptions, SelectionOptions, options_from
+from gradtrail.callbacks.selection_own import OwnGradients
 from gradtrail.callbacks.selection_probe import (
     find_layouts,
     forward_hook,
@@ -23,22 +24,17 @@ from gradtrail.callbacks.selection_probe import (
     rows_of_call,
 )
 from gradtrail.callbacks.selection_ranks import Ranks, find_ranks
-from gradtrail.callbacks.selection_removal import (
-    OwnGradients,
-    Removal,
-    check_sum,
-    remove,
-    rescale,
-)
+from gradtrail.callbacks.selection_removal import Removal, build, check_sum, remove, rescale
 from gradtrail.callbacks.selection_renormalize import Renormalization
 from gradtrail.callbacks.selection_targets import BatchTarget, TargetChoice
 from gradtrail.distributed import guarded
 from gradtrail.errors import GradTrailWarning
 from gradtrail.factors import GradientBlock, LayerGradient
 from gradtrail.hooks import HookManager, OptimizerStep, select_layers
+from gradtrail.hooks.deferred import DeferredWeights
 from gradtrail.hooks.fixed import at_rest
 from gradtrail.hooks.step import ScaledLayers
-from gradtrail.hooks.wrapped import communicates, unwrapped
+from gradtrail.hooks.wrapped import communicates, named_modules, unwrapped
 
 __all__ = ["DataSelectionCallback"]
 
@@ -57,8 +53,8 @@ class DataSelectionCallback(AbstractStepCallback):
     what earlier micro-batches left there is untouched. Forward values and random state are those
     of a run without the callback.
 
-    In several processes the model is given in its wrapper (DDP, FSDP, ``fully_shard``), to the
-    callback and the manager. All ranks' batches are then one: the target is the sum over ranks,
+    In several processes the manager has the model in its wrapper (DDP, FSDP, ``fully_shard``), the
+    callback in it or without. All ranks' batches are then one: the target is the sum over ranks,
     shares are of the joined batch, and every gradient is the mean over ranks without the rejected.
     ``validation_loader`` gives every rank the same batches.
 
@@ -119,14 +115,15 @@ class DataSelectionCallback(AbstractStepCallback):
             validation_loss=validation_loss,
             validation_batches_per_pass=validation_batches_per_pass,
         )
-        self._model = model
+        self._given = self._model = model
         self._layers = trained_layers(selection.units, model)
-        self._target = choice.build(model, self._layers)
+        self._target = choice.build(self._layers)
         self._renormalize = renormalize
         self._renormalization = Renormalization()
         self._own = OwnGradients()
         self._manager: HookManager | None = None
         self._ranks: Ranks | None = None
+        self._deferred: DeferredWeights | None = None
         self._stack = ExitStack()
         self._has_probed = self._is_checked = False
         self._warned: set[str] = set()
@@ -147,10 +144,10 @@ class DataSelectionCallback(AbstractStepCallback):
         """
         if self._manager is not None:
             raise RuntimeError("DataSelectionCallback must be attached once, got a second capture.")
-        if manager.model is not self._model:
+        if not _holds(manager.model, self._given):
             raise ValueError(
                 "model must be the one that is captured, got a "
-                f"{type(self._model).__name__} beside the manager's {type(manager.model).__name__}."
+                f"{type(self._given).__name__} beside the manager's {type(manager.model).__name__}."
             )
         if manager.projection is not None:
             raise ValueError(
@@ -166,8 +163,8 @@ class DataSelectionCallback(AbstractStepCallback):
                 "renormalize must go with a mean loss, got loss_reduction='sum', which divides by "
                 "nothing. Leave it out, or say how the loss is reduced."
             )
-        renormalizes = manager.loss_reduction if self._renormalize else None
-        self._ranks = find_ranks(self._model, renormalizes=renormalizes)
+        self._model = manager.model
+        self._ranks = find_ranks(self._model)
         refuse_uncovered(self._model, manager.coverage)
         self._layers = trained_layers(manager.selection.units, self._model)
         self._manager = manager
@@ -182,6 +179,10 @@ class DataSelectionCallback(AbstractStepCallback):
             if self._ranks is None:
                 layers = self._layers.values()
                 self._own.watch(manager, (p for one in layers for p in one.parameters.values()))
+                self._deferred = DeferredWeights(manager, self._own.is_heard_by_others)
+                # callbacks before this one may look at the gradients
+                if manager.callbacks[0] is self and not isinstance(self._target, BatchTarget):
+                    self._deferred.watch(manager.selection.units, stack)
             self._stack = stack.pop_all()
 
     def on_step(self, block: GradientBlock) -> None:
@@ -220,7 +221,7 @@ class DataSelectionCallback(AbstractStepCallback):
         self._own.close()
         self._manager.layouts.clear()
         self._manager.keeps_unscaled = False
-        self._manager = self._ranks = None
+        self._manager = self._ranks = self._deferred = None
         self._has_probed = self._is_checked = False
         self._renormalization.forget()
 
@@ -237,7 +238,7 @@ class DataSelectionCallback(AbstractStepCallback):
                     found = find_layouts(inner, manager.selection, run, main, rows)
                 manager.layouts.update(found)
                 self._has_probed = True
-            self._target.prepare(manager.selection, manager.layouts)
+            self._target.prepare(self._model, manager.selection, manager.layouts)
             if ranks is not None:
                 ranks.refuse_different(self._target.norms())
                 ranks.begin()
@@ -247,18 +248,21 @@ class DataSelectionCallback(AbstractStepCallback):
         scale, layers = float(self._manager.scale), block.layers
         if isinstance(layers, ScaledLayers):
             layers = layers.unscaled
+        layers = {name: lightened(gradient) for name, gradient in layers.items()}
         if self._renormalize:
             self._renormalization.begin(self._manager)
         found = [self._score(name, gradient, scale) for name, gradient in layers.items()]
         table = torch.stack([values.to(found[0].device) for values in found]).cpu().double()
         scores, total = dict(zip(layers, table, strict=True)), table.sum(0)
-        dropped = {name: torch.zeros_like(total, dtype=torch.bool) for name in self._layers}
+        dropped = dict.fromkeys(self._layers, torch.zeros_like(total, dtype=torch.bool))
+        factors: Mapping[str, tuple[float, float]] = {}
         if scale and bool(torch.isfinite(total).all()):
             self._check(layers)
             dropped = self._reject(scores, total)
-            self._remove(layers, dropped)
+            factors = self._renormalization.factors(dropped) if self._renormalize else {}
         elif scale:
             self._warn("finite", _NOT_FINITE)
+        self._remove(layers, dropped, factors)
         self._remember(block, scores, total, dropped)
 
     def _select_together(self, block: GradientBlock) -> None:
@@ -268,6 +272,8 @@ class DataSelectionCallback(AbstractStepCallback):
             scale, layers = float(self._manager.scale), block.layers
             if isinstance(layers, ScaledLayers):
                 layers = layers.unscaled
+            if self._renormalize:
+                self._renormalization.begin(self._manager, self._ranks)
             scores, total = self._scores_together(layers, scale, len(block.ids))
             dropped = {name: torch.zeros_like(total, dtype=torch.bool) for name in self._layers}
             moves, odd = self._ranks.any_rank(scale != 0, not bool(torch.isfinite(total).all()))
@@ -279,12 +285,9 @@ class DataSelectionCallback(AbstractStepCallback):
             elif moves:
                 self._warn("finite", _NOT_FINITE)
             if not odd:  # also without a rejection: something may wait to be taken out
-                masks = list(dropped.values())
-                factors = None
-                if self._renormalize:
-                    divisor, weights = float(self._manager.divisor), self._manager.weights[0]
-                    factors = self._ranks.factors(divisor, weights, masks)
-                self._ranks.remove(self._layers, layers, masks, factors)
+                again = self._renormalization
+                factors = again.factors(dropped, self._ranks) if self._renormalize else {}
+                self._ranks.remove(self._layers, layers, dropped, factors)
             self._ranks.end()
             self._remember(block, scores, total, dropped)
 
@@ -326,7 +329,7 @@ class DataSelectionCallback(AbstractStepCallback):
         if not self._is_checked:
             for name, gradient in layers.items():
                 check_sum(self._layers[name], gradient, self._own)
-            self._is_checked = True
+            self._is_checked = self._deferred.enabled = True
 
     def _reject(self, scores: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
         """By layer, which examples are rejected."""
@@ -338,20 +341,26 @@ class DataSelectionCallback(AbstractStepCallback):
             return {name: rejected.get(name, nothing) for name in self._layers}
         return dict.fromkeys(self._layers, options.rejected(total))
 
-    def _remove(self, layers: Mapping[str, LayerGradient], dropped: Mapping[str, Tensor]) -> None:
+    def _remove(
+        self,
+        layers: Mapping[str, LayerGradient],
+        dropped: Mapping[str, Tensor],
+        factors: Mapping[str, tuple[float, float]],
+    ) -> None:
         """Take the rejected examples out of every layer's gradient."""
+        deferred = self._deferred.take()
         for name, layer in self._layers.items():
-            gradient = layers.get(name)
-            mask, factor, carry = dropped[name], 1.0, 1.0
-            if self._renormalize:
-                factor, carry = self._renormalization.factors(name, mask)
+            gradient, mask = layers.get(name), dropped[name]
+            factor, carry = factors.get(name, (1.0, 1.0))
             if gradient is None:
                 rescale(layer, carry)
                 continue
             device = next(iter(layer.parameters.values())).device
             rows = (part.nonzero().flatten().to(device) for part in (mask, ~mask))
             removal = Removal(*rows, factor=factor, carry=carry)
-            if not removal.changes_nothing:
+            if name in deferred:
+                build(layer, gradient, removal, self._own)
+            elif not removal.changes_nothing:
                 remove(layer, gradient, removal, self._own)
 
     def _remember(
@@ -383,3 +392,8 @@ class DataSelectionCallback(AbstractStepCallback):
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(message, GradTrailWarning, stacklevel=2)
+
+
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether a module is another one, or a wrapper around it."""
+    return any(module is inner for name, module in named_modules(outer) if not name)

@@ -32,9 +32,13 @@ __all__ = [
     "TableRows",
     "TrainedLayer",
     "add_up",
+    "lightened",
     "parts_of",
     "trained_layers",
 ]
+
+
+_EXACT = {torch.float32, torch.float64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +93,11 @@ class TrainedLayer:
     parameters: dict[str, nn.Parameter]
     names: dict[str, str]
     _orders: dict[tuple[int, ...], tuple[int, ...] | Tensor] = field(default_factory=dict)
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the weight of a linear layer is ``[o, i]``, as its written-out gradient."""
+        return isinstance(self.owner.module, nn.Linear)
 
     def shape(self, role: str) -> torch.Size:
         """Shape of a whole parameter, also where this process holds a part of it."""
@@ -185,6 +194,14 @@ def add_up(gradient: LayerGradient) -> DenseGradient:
     """Sum the gradients of all examples, written out as one row, without writing out any other."""
     parts = tuple(_as_one_example(part, None) for part in parts_of(gradient))
     return to_dense(parts[0] if len(parts) == 1 else SumGradient(parts))
+
+
+def lightened(gradient: LayerGradient) -> LayerGradient:
+    """Write a norm's gradients out, which are smaller so; others come back as they are."""
+    if not isinstance(gradient, ScaleFactors):
+        return gradient
+    exact = {gradient.activation_bsd.dtype, gradient.output_gradient_bsd.dtype} <= _EXACT
+    return to_dense(gradient) if exact else gradient
 
 
 def layout_of(gradient: LayerGradient) -> tuple[tuple[int, ...], bool]:

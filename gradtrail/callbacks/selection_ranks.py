@@ -34,19 +34,17 @@ _ROUNDING = {torch.float64: 1e-12, torch.float32: 3e-5}
 _LOW_PRECISION = 2e-2
 
 
-def find_ranks(model: nn.Module, *, renormalizes: str | None) -> Ranks | None:
+def find_ranks(model: nn.Module) -> Ranks | None:
     """Tell how the gradients of a model come together, or that one process has them all.
 
     Args:
         model: The model in its wrappers.
-        renormalizes: How the loss is reduced, where a mean is to be made anew; else None.
 
     Returns:
         What acts on them, or None for one process without a wrapper.
 
     Raises:
         RuntimeError: If nobody can tell how they come together.
-        ValueError: If a mean cannot be made anew.
     """
     sizes, world = reducing_sizes(model), world_size()
     if world == 1 and not sizes:
@@ -64,11 +62,6 @@ def find_ranks(model: nn.Module, *, renormalizes: str | None) -> Ranks | None:
             f"over {', '.join(map(str, sorted(sizes)))}. Wrap the model for the whole group."
         )
     refuse_unusual(model)
-    if renormalizes == "model":
-        raise ValueError(
-            "renormalize must know by what every rank divides in several processes, got "
-            "loss_reduction='model'. Say 'mean' or 'token_mean', or leave it out."
-        )
     return Ranks(model)
 
 
@@ -84,7 +77,9 @@ class Ranks:
         self._model = model
         self._shards = Shards(model)
         self._hides = communicates(model)  # FSDP hides gradients that are not averaged yet
+        # what hidden gradients will lose when they come to light, and what they are multiplied with
         self._pending: dict[tuple[str, str], Tensor] = {}
+        self._scales: dict[str, float] = {}
         self._is_fresh = self._was_synchronized = self._has_hidden = False
 
     def begin(self) -> None:
@@ -98,11 +93,13 @@ class Ranks:
         self._is_fresh = False
         if self._synchronized:
             self._pending.clear()
+            self._scales.clear()
         self._has_hidden = self._hides and not self._synchronized
 
     def forget(self) -> None:
         """Let go of what waited for gradients to be averaged."""
         self._pending.clear()
+        self._scales.clear()
         self._has_hidden = False
 
     def fewest(self, rows: int) -> int:
@@ -169,24 +166,15 @@ class Ranks:
         found = [options.rejected(column)[start : start + len(own)] for column in joined.unbind(1)]
         return found, len(joined)
 
-    def factors(self, divisor: float, weights_b: Tensor, masks: Iterable[Tensor]) -> list[float]:
-        """Give what a mean over the joined batch is multiplied with to be the kept examples'.
+    def every(self, value: float) -> list[float]:
+        """Give a number of each rank's, in their order."""
+        return gather_json(value)
 
-        Args:
-            divisor: What this rank's loss is divided by.
-            weights_b: How much of it each example stands for. Shape ``[b]``.
-            masks: By layer, True where an example is rejected. Shapes ``[b]``.
-
-        Returns:
-            By layer, ``D / (D - R)`` of all ranks' divisors and rejected weights; 1 where nothing
-            is left to divide.
-        """
-        weights_b = weights_b.double().cpu()
-        own = [divisor, *(float(weights_b[mask].sum()) for mask in masks)]
-        line = torch.tensor(own, dtype=torch.float64)
-        reduce_sum([line], "rejected weights")
-        total, *rejected = line.tolist()
-        return [total / (total - lost) if total - lost > 0.5 else 1.0 for lost in rejected]
+    def summed(self, values: Tensor, what: str) -> Tensor:
+        """Add tensors of one shape up over ranks; the one that is given is left alone."""
+        total = values.clone()
+        reduce_sum([total], what)
+        return total
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """Tell of every flag whether any rank has it."""
@@ -233,8 +221,8 @@ class Ranks:
         self,
         layers: Mapping[str, TrainedLayer],
         found: Mapping[str, LayerGradient],
-        masks: Sequence[Tensor],
-        factors: Sequence[float] | None,
+        masks: Mapping[str, Tensor],
+        factors: Mapping[str, tuple[float, float]],
     ) -> None:
         """Take the rejected examples of all ranks out of every layer's gradient.
 
@@ -242,16 +230,17 @@ class Ranks:
             layers: The trained layers.
             found: Gradients of those that the backward reached, as it brought them.
             masks: By layer, True where one of this rank's examples is rejected. Shapes ``[b]``.
-            factors: By layer, what the kept examples' part is multiplied with; None for 1.
+            factors: By layer, what the kept examples' part is multiplied with, and what earlier
+                backwards left; empty for 1 and 1.
         """
-        some = self.any_rank(*(bool(mask.any()) for mask in masks))
-        left = self.any_rank(*(not bool(mask.all()) for mask in masks))
+        some = self.any_rank(*(bool(mask.any()) for mask in masks.values()))
+        left = self.any_rank(*(not bool(mask.all()) for mask in masks.values()))
         for place, (name, layer) in enumerate(layers.items()):
             waits = any((name, role) in self._pending for role in layer.parameters)
-            factor = 1.0 if factors is None else factors[place]
-            if some[place] or (waits and self._synchronized):
+            pair = factors.get(name, (1.0, 1.0))
+            if some[place] or (waits and self._synchronized) or pair != (1.0, 1.0):
                 self._remove(
-                    layer, found.get(name), masks[place], factor, nothing_left=not left[place]
+                    layer, found.get(name), masks[name], pair, nothing_left=not left[place]
                 )
 
     def _remove(
@@ -259,36 +248,35 @@ class Ranks:
         layer: TrainedLayer,
         gradient: LayerGradient | None,
         rejected_b: Tensor,
-        factor: float,
+        factors: tuple[float, float],
         *,
         nothing_left: bool,
     ) -> None:
         """Take the rejected examples out of one layer's gradient.
 
-        With ``h`` what the backward brought and ``c`` the rejected examples' part of it, the
-        gradient loses ``f c + (1 - f) h``.
+        With ``h`` what the backward brought, ``c`` the rejected examples' part of it and ``g`` what
+        lay there before, ``g + h`` is to become ``q g + f (h - c)``, which is
+        ``q (g + h) - ((q - f) h + f c)``. What FSDP hides cannot be changed before it is averaged:
+        factors ``q`` are multiplied up to ``s`` till then, and what is lost is added up.
 
         Args:
             layer: The layer.
             gradient: Its gradients as the backward brought them, or None where none came.
             rejected_b: True where one of this rank's examples is rejected. Shape ``[b]``.
-            factor: What the kept examples' part is multiplied with: ``f``.
+            factors: ``f`` and ``q``.
             nothing_left: Whether every example of every rank is rejected.
         """
         rows = rejected_b.nonzero().flatten()
+        factor, carry = factors
+        scale = carry * self._scales.pop(layer.name, 1.0)
         lost = self._summed(layer, gradient, rows, factor)
-        if factor != 1:
-            every = self._summed(layer, gradient, None, 1 - factor)
+        if scale != factor:
+            every = self._summed(layer, gradient, None, scale - factor)
             lost = {role: value + every[role] for role, value in lost.items()}
+        if self._hides and self._waits(layer, lost, carry):
+            self._scales[layer.name] = scale
+            return
         synchronized = self._synchronized
-        if self._hides:
-            for role in lost:
-                waiting = self._pending.pop((layer.name, role), None)
-                lost[role] = lost[role] if waiting is None else lost[role] + waiting
-                if not synchronized:
-                    self._pending[layer.name, role] = lost[role]
-            if not synchronized:
-                return
         if synchronized:
             reduce_sum(list(lost.values()), "rejected examples")
         for role, parameter in layer.parameters.items():
@@ -298,7 +286,18 @@ class Ranks:
             bound = 0.0
             if nothing_left and gradient is not None:
                 bound = size_bound(gradient)
+            if scale != 1:
+                parameter.grad.mul_(scale)
             self._subtract(parameter, mean, nothing_left=nothing_left, bound=bound)
+
+    def _waits(self, layer: TrainedLayer, lost: dict[str, Tensor], carry: float) -> bool:
+        """Add what waited to what is lost; whether all of it has to wait for the next backward."""
+        for role in lost:
+            waiting = self._pending.pop((layer.name, role), None)
+            lost[role] = lost[role] if waiting is None else lost[role] + carry * waiting
+            if not self._synchronized:
+                self._pending[layer.name, role] = lost[role]
+        return not self._synchronized
 
     @property
     def _synchronized(self) -> bool:

@@ -7,22 +7,21 @@ divides its loss. Rejected examples leave ``h``; what earlier backwards left beh
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from gradtrail.callbacks.selection_layers import Contribution, TrainedLayer, parts_of
+from gradtrail.callbacks.selection_own import OwnGradients
 from gradtrail.errors import CaptureError
 from gradtrail.factors import DenseGradient, LayerGradient, LinearFactors, tensors_of
-from gradtrail.hooks import HookManager
 
 __all__ = [
-    "OwnGradients",
     "Removal",
     "add_contribution",
+    "build",
     "check_sum",
     "refuse_other_sum",
     "remove",
@@ -35,89 +34,6 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION = 5e-2
 _CANCELLED = 1e-2
 _MANY_POSITIONS = 32
-
-
-class OwnGradients:
-    """Tells what the backward under way has added to each parameter's ``.grad``.
-
-    Autograd hands a parameter's gradient on before it adds it to what is there, so nothing is
-    subtracted and nothing changes. Only a reference is kept, and only where there is something.
-    """
-
-    def __init__(self) -> None:
-        """Start without parameters."""
-        self._manager: HookManager | None = None
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._backward: Callable[[], object | None] = lambda: None
-        self._fresh: set[int] = set()
-        self._noted: dict[int, Tensor] = {}
-
-    def watch(self, manager: HookManager, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of what the captured backwards bring to some parameters.
-
-        Args:
-            manager: What captures.
-            parameters: The trained parameters.
-        """
-        self._manager = manager
-        for parameter in parameters:
-            self._handles.append(parameter.register_hook(self._hook(parameter)))
-
-    def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Give the last backward's own part of a gradient.
-
-        Args:
-            parameter: A watched parameter.
-
-        Returns:
-            The part, not to be changed; None where all of ``.grad`` is.
-        """
-        return None if id(parameter) in self._fresh else self._noted.get(id(parameter))
-
-    def part(self, parameter: nn.Parameter) -> Tensor:
-        """What the last backward brought to a watched parameter, not to be changed."""
-        noted = self.of(parameter)
-        if noted is not None:
-            return noted
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-    def forget(self) -> None:
-        """Let go of the last backward's parts."""
-        self._fresh.clear()
-        self._noted.clear()
-
-    def close(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._manager = None
-        self.forget()
-
-    def _begin(self, backward: object) -> None:
-        """Forget what an earlier backward brought, which may not have come to its end."""
-        if self._backward() is not backward:
-            self.forget()
-            self._backward = weakref.ref(backward)
-
-    def _hook(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        key, reference = id(parameter), weakref.ref(parameter)  # no cycle through the parameter
-
-        def note(gradient: Tensor) -> None:
-            backward = self._manager.backward
-            if backward is None:  # not a captured one
-                return
-            self._begin(backward)
-            if key in self._fresh:
-                return
-            if reference().grad is None:
-                self._fresh.add(key)
-            elif key in self._noted:  # checkpointed parts that share it bring theirs one by one
-                self._noted[key] = self._noted[key] + gradient
-            else:
-                self._noted[key] = gradient.detach()
-
-        return note
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,19 +77,35 @@ def remove(
     weight = removal.factor if rebuild else -removal.factor
     wide: dict[str, Tensor] = {}
     for role, parameter in layer.parameters.items():
-        grad = parameter.grad
-        wide[role] = grad if grad.dtype in _TOLERANCE else grad.float()
+        wide[role] = _wide(parameter.grad)
         own_factor = 0.0 if rebuild else removal.factor
         _rescale(wide[role], own.of(parameter), own_factor, removal.carry)
-    for part in parts_of(gradient) if len(rows) else ():
-        if _add_long(layer, part, rows, wide, weight):
-            continue
-        for role, terms in layer.total(part, rows).items():
-            for term in terms:
-                add_contribution(wide[role], term, weight)
+    _add_rows(layer, gradient, rows, weight, wide)
+
+
+def build(
+    layer: TrainedLayer, gradient: LayerGradient, removal: Removal, own: OwnGradients
+) -> None:
+    """Add the kept examples' part to a layer of which the backward left the weights out.
+
+    Args:
+        layer: The layer.
+        gradient: Its per-example gradients, as the backward brought them.
+        removal: Who is kept, and the factors.
+        own: What the backward added to each parameter all the same.
+    """
+    whole = None if len(removal.rejected_k) else _whole_sum(layer, gradient)
     for role, parameter in layer.parameters.items():
-        if wide[role] is not parameter.grad:
-            parameter.grad.copy_(wide[role])
+        if whole is not None and parameter.grad is None:
+            parameter.grad = whole[role] if removal.factor == 1 else whole[role] * removal.factor
+            continue
+        own.drop(parameter)
+        if removal.carry != 1:
+            parameter.grad.mul_(removal.carry)
+        if whole is not None:
+            parameter.grad.add_(whole[role], alpha=removal.factor)
+    if whole is None:
+        _add_rows(layer, gradient, removal.kept_k, removal.factor)
 
 
 def rescale(layer: TrainedLayer, carry: float) -> None:
@@ -252,6 +184,64 @@ def _rescale(wide: Tensor, noted: Tensor | None, factor: float, carry: float) ->
         wide.mul_(carry)
     if factor != carry:
         wide.add_(noted.to(wide.dtype), alpha=factor - carry)
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    """The same in float32 or wider, itself where it is."""
+    return gradient if gradient.dtype in _TOLERANCE else gradient.float()
+
+
+def _add_rows(
+    layer: TrainedLayer,
+    gradient: LayerGradient,
+    rows_k: Tensor,
+    weight: float,
+    wide: dict[str, Tensor] | None = None,
+) -> None:
+    """Add some examples' contributions, times a weight, to the ``.grad`` of a layer's parameters.
+
+    Args:
+        layer: The layer.
+        gradient: Its gradients, as the backward brought them.
+        rows_k: Numbers of the examples. Shape ``[k]``.
+        weight: What to multiply with.
+        wide: The sums so far by role, if they are not those in ``.grad``.
+    """
+    if wide is None:
+        wide = {role: _wide(parameter.grad) for role, parameter in layer.parameters.items()}
+    for part in parts_of(gradient) if len(rows_k) else ():
+        if _add_long(layer, part, rows_k, wide, weight):
+            continue
+        for role, terms in layer.total(part, rows_k).items():
+            for term in terms:
+                add_contribution(wide[role], term, weight)
+    for role, parameter in layer.parameters.items():
+        if wide[role] is not parameter.grad:
+            parameter.grad.copy_(wide[role])
+
+
+def _whole_sum(layer: TrainedLayer, gradient: LayerGradient) -> dict[str, Tensor] | None:
+    """Sum all examples' contributions by the products that autograd would have formed, to the bit.
+
+    Args:
+        layer: A linear layer.
+        gradient: Its gradients, as the backward brought them.
+
+    Returns:
+        By role, new tensors; None where there were several calls, or other dtypes than the
+        weight's.
+    """
+    if not isinstance(gradient, LinearFactors) or gradient.constant_bs is not None:
+        return None
+    x_ni, g_no = (
+        side.flatten(0, 1) for side in (gradient.activation_bsi, gradient.output_gradient_bso)
+    )
+    if {x_ni.dtype, g_no.dtype} != {layer.parameters["weight"].dtype}:
+        return None
+    whole = {"weight": g_no.t() @ x_ni if layer.is_row_major else x_ni.t() @ g_no}
+    if "bias" in layer.parameters:
+        whole["bias"] = g_no.sum(0)
+    return whole
 
 
 def add_contribution(wide: Tensor, term: Contribution, weight: float) -> None:

@@ -3,16 +3,19 @@
 A loss ``(1 / D) sum_b L_b`` that loses examples with weight ``R`` of ``D`` becomes the kept ones'
 mean through the factor ``D / (D - R)``. Where ``D`` counts a single backward's examples or labels,
 so does ``R``; where it counts those of a whole optimizer step, as in a ``Trainer``, rejections add
-up over its backwards and what lies in ``.grad`` already is rescaled.
+up over its backwards and what lies in ``.grad`` already is rescaled. In several processes ``D`` and
+``R`` are those of all of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from gradtrail.callbacks.selection_ranks import Ranks
 from gradtrail.errors import CaptureError
 from gradtrail.hooks import HookManager
 
@@ -61,14 +64,16 @@ class Renormalization:
         self._rejected.clear()
         self._applied.clear()
 
-    def begin(self, manager: HookManager) -> None:
+    def begin(self, manager: HookManager, ranks: Ranks | None = None) -> None:
         """Take note of the weights of a backward's examples.
 
         Args:
             manager: Its manager.
+            ranks: The processes whose examples are taken together, or None for this one alone.
 
         Raises:
-            CaptureError: If they are not known, or where an optimizer step ends is not.
+            CaptureError: If they are not known, or where an optimizer step ends is not; if ranks
+                divide by different numbers of labels of a step.
         """
         if manager.weights is None:
             raise CaptureError(
@@ -78,6 +83,17 @@ class Renormalization:
         self._divisor = float(manager.divisor)
         self._weights = manager.weights.double().cpu()
         self._spans = manager.divisor_spans_step
+        seen = self._weights.sum(1)
+        if ranks is not None:
+            every = ranks.every(self._divisor)
+            if self._spans and not all(math.isclose(one, every[0]) for one in every):
+                raise CaptureError(
+                    "renormalize must meet a loss that every rank divides by the labels of all, "
+                    f"got {', '.join(f'{one:g}' for one in every)}. Set "
+                    "average_tokens_across_devices=True, or leave it out."
+                )
+            self._divisor = self._divisor if self._spans else sum(every)
+            seen = ranks.summed(seen, "labels")
         if not self._spans:
             return
         if manager.optimizer is None:
@@ -85,24 +101,32 @@ class Renormalization:
                 "renormalize must know where an optimizer step ends when the loss is divided by "
                 f"its {self._divisor:g} labels, got no optimizer. Pass it to collect(optimizer)."
             )
-        self._seen = self._seen + self._weights.sum(1)
+        self._seen = self._seen + seen
         complete = [
             way for way, count in enumerate(self._seen) if math.isclose(count, self._divisor)
         ]
         if complete and self._way not in complete:
             self._way = complete[0]
 
-    def factors(self, layer: str, mask_b: Tensor) -> tuple[float, float]:
+    def factors(
+        self, masks: Mapping[str, Tensor], ranks: Ranks | None = None
+    ) -> dict[str, tuple[float, float]]:
         """Give the factors of a backward's own part of a layer's gradient, and of earlier ones'.
 
         Args:
-            layer: Name of the layer.
-            mask_b: True where an example is rejected. Shape ``[b]``.
+            masks: By layer, True where an example is rejected. Shapes ``[b]``.
+            ranks: The processes whose examples are taken together, or None for this one alone.
 
         Returns:
-            The two factors, for gradients as the loop divides them and as they are by now.
+            By layer the two factors, for gradients as the loop divides them and as they are by now.
         """
-        rejected = self._weights[:, mask_b].sum(1)
+        rejected = torch.stack([self._weights[:, mask_b].sum(1) for mask_b in masks.values()])
+        if ranks is not None:
+            rejected = ranks.summed(rejected, "rejected weights")
+        return {name: self._factors(name, row) for name, row in zip(masks, rejected, strict=True)}
+
+    def _factors(self, layer: str, rejected: Tensor) -> tuple[float, float]:
+        """The same for one layer, given the weights that this backward's rejected examples have."""
         if not self._spans:
             return _mean(self._divisor, float(rejected[0])), 1.0
         total = self._rejected.get(layer, 0.0) + rejected

@@ -27,6 +27,8 @@ from gradtrail.factors import (
 
 __all__ = ["batch_scores", "target_scores"]
 
+_LONG = 1 << 14  # numbers of one example's product, from which a call of its own costs little
+
 
 def target_scores(gradient: LayerGradient, target: Direction, *, ghost: bool) -> Tensor:
     r"""Compute :math:`\langle G_b, T \rangle` for every example.
@@ -109,11 +111,18 @@ def _linear(part: LinearFactors, target: Direction) -> Tensor:
 def _bilinear(g_bso: Tensor, weight_oi: Tensor, a_bsi: Tensor) -> Tensor:
     """Sum over s of g^T W a; the product is formed on the narrower side."""
     if weight_oi.shape[1] <= weight_oi.shape[0]:
-        left, right = g_bso.flatten(0, 1) @ weight_oi, a_bsi
+        left_bsk, matrix, right = g_bso, weight_oi, a_bsi
     else:
-        left, right = a_bsi.flatten(0, 1) @ weight_oi.t(), g_bso
-    b = a_bsi.shape[0]
-    return torch.linalg.vecdot(left.view(b, -1), right.reshape(b, -1))
+        left_bsk, matrix, right = a_bsi, weight_oi.t(), g_bso
+    b, s, width = right.shape
+    if right.device.type != "cpu" or s * width < _LONG:
+        products = left_bsk.flatten(0, 1) @ matrix
+        return torch.linalg.vecdot(products.view(b, -1), right.reshape(b, -1))
+    total, product_sk = right.new_empty(b), right.new_empty(s, width)
+    for row in range(b):  # each product is still in the cache when it is summed up
+        torch.mm(left_bsk[row], matrix, out=product_sk)
+        total[row] = torch.dot(product_sk.view(-1), right[row].reshape(-1))
+    return total
 
 
 def _table(part: EmbeddingFactors, table_vo: Tensor) -> Tensor:

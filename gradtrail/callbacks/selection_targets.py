@@ -68,13 +68,13 @@ class TargetChoice:
                 f"target={self.target!r}, which does not use it. Leave it out."
             )
 
-    def build(self, model: nn.Module, layers: Mapping[str, TrainedLayer]) -> AbstractTarget:
-        """Make the target for a model with these trained layers."""
+    def build(self, layers: Mapping[str, TrainedLayer]) -> AbstractTarget:
+        """Make the target for these trained layers."""
         if self.target == "fixed":
             return FixedTarget(self.target_gradient, layers)
         if self.target == "validation":
             loss, count = self.validation_loss, self.validation_batches_per_pass
-            return ValidationTarget(model, self.validation_loader, loss, count)
+            return ValidationTarget(self.validation_loader, loss, count)
         return BatchTarget()
 
 
@@ -82,10 +82,13 @@ class AbstractTarget(abc.ABC):
     """A target gradient, layer by layer."""
 
     @abc.abstractmethod
-    def prepare(self, selection: Selection, layouts: Mapping[str, Layout]) -> None:
+    def prepare(
+        self, model: nn.Module, selection: Selection, layouts: Mapping[str, Layout]
+    ) -> None:
         """Bring the target up to date before a forward.
 
         Args:
+            model: The model in its wrappers.
             selection: The captured layers.
             layouts: Where they hold the batch.
         """
@@ -125,7 +128,9 @@ class AbstractTarget(abc.ABC):
 class BatchTarget(AbstractTarget):
     """The sum of the batch's own gradients, which autograd has added up already."""
 
-    def prepare(self, selection: Selection, layouts: Mapping[str, Layout]) -> None:
+    def prepare(
+        self, model: nn.Module, selection: Selection, layouts: Mapping[str, Layout]
+    ) -> None:
         """Nothing to bring up to date."""
 
     def norms(self) -> dict[str, float]:
@@ -198,7 +203,9 @@ class FixedTarget(AbstractTarget):
             self._values.setdefault(layer, {})[role] = value.detach()
         self._directions: dict[str, Direction] = {}
 
-    def prepare(self, selection: Selection, layouts: Mapping[str, Layout]) -> None:
+    def prepare(
+        self, model: nn.Module, selection: Selection, layouts: Mapping[str, Layout]
+    ) -> None:
         """Nothing to bring up to date."""
 
     def norms(self) -> dict[str, float]:
@@ -228,7 +235,6 @@ class ValidationTarget(AbstractTarget):
 
     def __init__(
         self,
-        model: nn.Module,
         loader: Iterable[Any],
         loss: LossFunction | None,
         batches: int,
@@ -236,7 +242,6 @@ class ValidationTarget(AbstractTarget):
         """Keep the data.
 
         Args:
-            model: The model.
             loader: Gives batches, again from the start once it is through.
             loss: ``(model, batch) -> [b]`` or their sum; None: what the model or the pair gives.
             batches: How many make one target.
@@ -253,7 +258,6 @@ class ValidationTarget(AbstractTarget):
             raise TypeError(
                 f"validation_loss must be a callable (model, batch) -> [b], got {loss!r}."
             )
-        self._model = model
         self._loader = loader
         self._loss = loss or summed_loss
         self._batches = batches
@@ -261,7 +265,9 @@ class ValidationTarget(AbstractTarget):
         self._live: LivePass | None = None
         self._targets: dict[str, Direction] = {}
 
-    def prepare(self, selection: Selection, layouts: Mapping[str, Layout]) -> None:
+    def prepare(
+        self, model: nn.Module, selection: Selection, layouts: Mapping[str, Layout]
+    ) -> None:
         """Run the next validation batches on the model as it is now, dropout off."""
         totals: dict[str, DenseGradient] = {}
 
@@ -273,9 +279,9 @@ class ValidationTarget(AbstractTarget):
 
         # the pass puts the random state back, which loaders draw from too
         if self._live is None or self._live.selection is not selection:
-            self._live = LivePass(unwrapped(self._model), selection, layouts)
-        with at_rest(self._model), self._live as live:
-            device = next(self._model.parameters()).device
+            self._live = LivePass(unwrapped(model), selection, layouts)
+        with at_rest(model), self._live as live:
+            device = next(model.parameters()).device
             for _ in range(self._batches):
                 run_pass(live, moved(self._next(), device), self._loss, "validation_loss", sink)
         self._targets = {name: Direction.of(total) for name, total in totals.items()}

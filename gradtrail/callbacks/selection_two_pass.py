@@ -94,7 +94,7 @@ class TwoPassSelection:
         )
         self._model = model
         self._loss = loss or summed_loss
-        self._target = choice.build(model, self._layers)
+        self._target = choice.build(self._layers)
         self._live: LivePass | None = None
         self.last_scores = self.last_dropped = None
         self.history = []
@@ -116,7 +116,7 @@ class TwoPassSelection:
         if self._live is None:
             inner = unwrapped(self._model)
             self._live = LivePass(inner, self._selection, self._probe(there))
-        self._target.prepare(self._selection, self._live.layouts)
+        self._target.prepare(self._model, self._selection, self._live.layouts)
         ghost = self._scoring.score_mode == "ghost"
         found: list[Tensor] = []
 

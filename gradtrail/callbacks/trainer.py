@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradtrail.callbacks.base import AbstractRecordingCallback, AbstractStepCallback
 from gradtrail.callbacks.merge import MergedSteps
@@ -26,6 +27,7 @@ from gradtrail.hooks import (
     check_projection,
     checked_callbacks,
 )
+from gradtrail.hooks.wrapped import unwrapped
 
 __all__ = ["GradTrailCallback"]
 
@@ -133,10 +135,12 @@ class GradTrailCallback:
         del control
         self.detach()
         _refuse_unknown_ground(args, self._options["loss_reduction"])
-        model, optimizer, loop = kwargs["model"], kwargs["optimizer"], _Loop()
+        optimizer, loop = kwargs["optimizer"], _Loop()
+        model = loop.wrapper_of(kwargs["model"])
+        inner = unwrapped(model)
 
         def leave_if_over(module: nn.Module, _args: tuple[Any, ...]) -> None:
-            if module is model and not loop.is_running():
+            if module in (model, inner) and not loop.is_running():
                 _LOGGER.warning("Training ended by an exception; the capture is taken off.")
                 self.detach()
 
@@ -151,10 +155,11 @@ class GradTrailCallback:
         with ExitStack() as stack:
             atexit.register(self.detach)  # after a run that failed, while modules still exist
             stack.callback(atexit.unregister, self.detach)
-            stack.callback(model.register_forward_pre_hook(leave_if_over).remove)
+            for module in dict.fromkeys((model, inner)):
+                stack.callback(module.register_forward_pre_hook(leave_if_over).remove)
             stack.enter_context(self.manager.collect(optimizer))
             if self._options["sample_id_key"] is not None:
-                stack.callback(_hide_from(model, self._options["sample_id_key"]))
+                stack.callback(_hide_from(inner, self._options["sample_id_key"]))
             self._stack = stack.pop_all()
 
     def _total_scale(self, optimizer: Any) -> LossScale | None:  # noqa: ANN401
@@ -231,6 +236,26 @@ class _Loop:
                 self._frame = frame
             frame = frame.f_back
 
+    def wrapper_of(self, model: nn.Module) -> nn.Module:
+        """Find what the loop calls in place of a model.
+
+        Callbacks are given the model itself; the wrapper that averages its gradients over
+        processes is known to the ``Trainer`` alone, whose frames are on the stack.
+
+        Args:
+            model: The model, or FSDP's wrapper.
+
+        Returns:
+            ``DistributedDataParallel`` around it, or the model where there is none.
+        """
+        frame = inspect.currentframe()
+        while frame is not None and frame is not self._frame.f_back:
+            found = getattr(frame.f_locals.get("self"), "model_wrapped", None)
+            if isinstance(found, DistributedDataParallel) and unwrapped(found) is unwrapped(model):
+                return found
+            frame = frame.f_back
+        return model
+
     def is_running(self) -> bool:
         """Whether it is still on the stack; other threads cannot tell."""
         if threading.get_ident() != self._thread:
@@ -272,12 +297,16 @@ def _refuse_unknown_ground(args: Any, loss_reduction: str) -> None:  # noqa: ANN
             f"n_gpu must be at most 1, got {args.n_gpu}: DataParallel trains copies of the model. "
             "Start one process a device, or let it see one device only."
         )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise ValueError(
-                f"{name} must be off, got {getattr(args, name)!r}: it trains a sharded model, "
-                "whose layers are not the ones that are captured. Train without it."
-            )
+    if args.deepspeed:
+        raise ValueError(
+            f"deepspeed must be off, got {args.deepspeed!r}: it takes gradients out of the "
+            "parameters while a backward is under way. Train without it, or with fsdp."
+        )
+    if args.fsdp and (args.fsdp_config or {}).get("xla"):
+        raise ValueError(
+            "fsdp_config must be without xla, got xla=True: its wrapper is not torch's. "
+            "Train with torch's own FSDP."
+        )
 
 
 def _hide_from(model: nn.Module, key: str) -> Callable[[], None]:

@@ -116,6 +116,7 @@ class HookManager:
         self.ids = ExampleIds(sample_id_key, sample_hash_fields)
         self._listeners = Listeners(self.callbacks)
         self._taps = Taps(self._selection.units)
+        self.reported_to = self._taps.reported_to  # gives the capture that a call belongs to
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._open: list[Step | None] = []
         self._refusals = Refusals(model, self._selection, self._taps.modules)

@@ -113,6 +113,10 @@ class Taps:
         """The backward whose calls are reported."""
         return None if self._running is None else self._running()
 
+    def reported_to(self) -> Capture | None:
+        """What calls of the modules are reported to at this moment, or None."""
+        return self._active
+
     @property
     def _active(self) -> Capture | None:
         if self.current is not None:
