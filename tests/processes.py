@@ -143,6 +143,11 @@ def _answer(checks, store, number, order):
             world_size=order["world"],
             timeout=datetime.timedelta(seconds=GROUP_LIMIT),
         )
+        # who leaves before the others have connected would close what they are connecting to
+        joined = f"joined/{order['run']}"
+        if store.add(joined, 1) == order["world"]:
+            store.set(f"{joined}/all", "1")
+        store.wait([f"{joined}/all"], datetime.timedelta(seconds=GROUP_LIMIT))
         torch.manual_seed(0)
         return {"value": getattr(checks, order["check"])(**order["arguments"])}
     except Exception as error:  # noqa: BLE001  # the test tells

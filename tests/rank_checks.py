@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import torch
@@ -166,6 +167,26 @@ def error_where_the_model_communicates():
                 time.sleep(0.3)
                 raise ValueError("row 2 is odd")
             dist.all_reduce(torch.ones(1000))
+
+
+def error_of_every_rank():
+    """A call that is refused everywhere, now and again, costs nothing."""
+    module = sys.modules[guarded.__module__]
+    patience, module._PATIENCE = module._PATIENCE, 15.0  # a busy machine
+    found = []
+    for _ in range(2):
+        try:
+            with guarded("scoring", model_communicates=True):
+                dist.all_reduce(torch.ones(1000))
+                time.sleep(0.1 * rank())
+                raise ValueError("an option is odd")
+        except ValueError as error:
+            found.append(str(error))
+    module._PATIENCE = patience
+    total = torch.ones(1)
+    reduce_sum([total])
+    dist.all_reduce(total)
+    return [*found, total.item()]
 
 
 def error_after_the_others_have_ended():

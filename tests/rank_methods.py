@@ -108,6 +108,37 @@ def scores(name, how, per_block, calls):
     return run_calls(name, model_of(name, how, per_block), calls)
 
 
+class Holding(nn.Module):
+    """A model of which DDP has a part, with buffers that its forward sends."""
+
+    def __init__(self, wrapped):
+        super().__init__()
+        torch.manual_seed(5)
+        inner = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+        self.inner = nn.parallel.DistributedDataParallel(inner) if wrapped else inner
+        self.head = nn.Linear(4, 1).double()
+
+    def forward(self, rows):
+        return self.head(self.inner(rows))
+
+
+def partly_wrapped(n, methods, wrapped=True):
+    model = Holding(wrapped)
+    modules = [one for one in model.modules() if hasattr(one, "require_backward_grad_sync")]
+    assert len(modules) == wrapped
+    shared = {"loss": squared, "collate_fn": torch.stack, "batch_size": 1, **QUIET}
+    found = [
+        lists(
+            gradtrail.attribute(model, positive_rows(n), positive_rows(2, seed=1), **call, **shared)
+        )
+        for call in methods
+    ]
+    for one in modules:
+        assert one.require_forward_param_sync
+        assert one.require_backward_grad_sync
+    return found
+
+
 # ---------------------------------------------------------------- stores of a fixed model
 
 

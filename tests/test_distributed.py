@@ -179,6 +179,11 @@ def test_error_leaves_the_group_usable(workers):
     assert workers.run("error_that_leaves_the_group_usable", world=3) == [3, 3, 3]
 
 
+def test_an_error_of_every_rank_leaves_the_group_usable_where_the_model_communicates(workers):
+    found = workers.run("error_of_every_rank", world=3)
+    assert found == [["an option is odd", "an option is odd", 9.0]] * 3
+
+
 @pytest.mark.parametrize(
     "check", ["error_where_the_model_communicates", "error_after_the_others_have_ended"]
 )

@@ -143,6 +143,13 @@ def test_an_optimizers_file_is_read_by_every_rank(workers, tmp_path):
     assert_same(found, expected(**given))
 
 
+def test_a_part_of_a_model_in_ddp_communicates_nothing(workers):
+    """Ranks run it unequally often: the first has a row more."""
+    given = {"n": 3, "methods": [{**TRAK, "projection": 2}, {"method": "ekfac"}]}
+    found = workers.run("partly_wrapped", world=2, **given)
+    assert_same(found, checks.partly_wrapped(wrapped=False, **given))
+
+
 # ---------------------------------------------------------------- trak from stores
 
 READS = [

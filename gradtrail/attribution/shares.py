@@ -7,7 +7,7 @@ is what an entry point does around that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -45,13 +45,17 @@ def needs_every_rank(model: nn.Module) -> bool:
 
 
 @contextmanager
-def in_step(section: str, model: nn.Module | None, call: Mapping[str, Any]) -> Iterator[None]:
+def in_step(
+    section: str, model: nn.Module | None, call: Mapping[str, Any], *, trains: bool = False
+) -> Iterator[None]:
     """Let ranks work on one call together: an error on one ends it on all.
 
     Args:
         section: The entry point, for messages.
         model: The model, or None where stores are read.
         call: What must be the same on every rank, by the name of the argument; fit for JSON.
+        trains: Whether steps of a training are run, by all ranks together. In passes over fixed
+            weights a part of the model that is in DDP communicates no more than a whole one.
 
     Yields:
         Nothing.
@@ -59,11 +63,39 @@ def in_step(section: str, model: nn.Module | None, call: Mapping[str, Any]) -> I
     if world_size() == 1:
         yield
         return
-    waits = model is not None and needs_every_rank(model)
-    with guarded(section, model_communicates=waits):
+    waits = model is not None and (needs_every_rank(model) if trains else communicates(model))
+    with guarded(section, model_communicates=waits), ExitStack() as stack:
+        if model is not None and not trains:
+            stack.enter_context(_unreduced(model))
         for name, value in call.items():
             agree(name, value)
         yield
+
+
+@contextmanager
+def _unreduced(model: nn.Module) -> Iterator[None]:
+    """Keep DDP inside a model from sending buffers and reducing: ranks run unequally often.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    flags = ("require_forward_param_sync", "require_backward_grad_sync")
+    found = [
+        (module, flag, getattr(module, flag))
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+        for flag in flags
+    ]
+    try:
+        for module, flag, _ in found:
+            setattr(module, flag, False)
+        yield
+    finally:
+        for module, flag, value in found:
+            setattr(module, flag, value)
 
 
 def on_every(what: str, *, flag: bool) -> bool:

@@ -98,7 +98,7 @@ def attribute_by_replay(  # noqa: PLR0913  # the one-call entry point
         "query_store": len(query_store),
         "layers": task.layers,
     }
-    with in_step("attribute_by_replay", manager.model, call):
+    with in_step("attribute_by_replay", manager.model, call, trains=True):
         values = attributor.score_stored(task).to(dtype=torch.float32)
     rows = [
         (record.step, one)

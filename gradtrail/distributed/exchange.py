@@ -6,7 +6,8 @@ come. The numbers also tell ranks that have come to different places, where plai
 mix up or hang.
 
 Where the model itself communicates (FSDP gathers weights), ranks wait in collectives that are not
-ours. There a rank that fails leaves its error in the job's store and gives the process group up.
+ours. There a rank that fails leaves its error in the job's store and gives the process group up,
+unless all the others fail at the same time, as they do where a call is refused.
 With gloo the others' collectives fail once its connections are closed, at the latest when the
 process ends, and they find the error in the store. The same goes for a rank that is gone, but
 without an error to find. With nccl both show when the watchdog's time is up
@@ -45,7 +46,8 @@ _LONGEST = 1 << 14
 _TOLD = "_gradtrail_told"
 _CPU = torch.device("cpu")
 _FAILED, _READ = "gradtrail/failed", "gradtrail/read"  # keys of the job's store
-_PATIENCE = 1.0  # seconds in which others should have read an error
+_ERRORS = "gradtrail/errors"
+_PATIENCE = 1.0  # seconds in which others should have failed too, or have read an error
 _SIGNS = ("gloo", "Connection closed", "Connection reset", "NCCL")
 
 
@@ -63,7 +65,8 @@ def guarded(section: str, *, model_communicates: bool = False) -> Iterator[None]
     Args:
         section: What is done inside, for the message: ``"scoring"``.
         model_communicates: Whether collectives of others than this package run inside. An error
-            then costs the process group: the program has to be started again.
+            that not every rank has then costs the process group: the program has to be started
+            again.
 
     Yields:
         Nothing.
@@ -186,11 +189,26 @@ def _leave(error: Exception, section: str) -> None:
     vars(error)[_TOLD] = True
     others = world_size() - 1
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way
+    if _is_everybodys(store):
+        return
     store.compare_set(_FAILED, "", _text(error, section))
     dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # nor here
     deadline = time.monotonic() + _PATIENCE  # the store may be this process's own
     while time.monotonic() < deadline and store.add(_READ, 0) < others:
         time.sleep(0.02)
+
+
+def _is_everybodys(store: dist.Store) -> bool:
+    """Whether every rank has an error of its own: none waits then, and the group is as it was."""
+    # ranks have had the same number of errors as long as the group lives
+    key = f"{_ERRORS}/{store.add(f'{_ERRORS} of {rank()}', 1)}"
+    failed, deadline = store.add(f"{key}/ranks", 1), time.monotonic() + _PATIENCE
+    while failed < world_size() and time.monotonic() < deadline:
+        time.sleep(0.02)
+        failed = store.add(f"{key}/ranks", 0)
+    # the first one that knows decides for all
+    found = "all" if failed == world_size() else "some"
+    return store.compare_set(f"{key}/found", "", found) == b"all"
 
 
 def _text(error: Exception, section: str) -> bytes:

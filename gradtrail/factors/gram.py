@@ -13,6 +13,13 @@ from torch import Tensor
 
 from gradtrail.factors.cost import Route, cheaper_route
 from gradtrail.factors.materialize import to_dense, widen, write_dense
+from gradtrail.factors.pieces import (
+    WriteSpace,
+    gram_in_pieces,
+    is_wide,
+    long_products,
+    one_dtype,
+)
 from gradtrail.factors.types import (
     DenseGradient,
     EmbeddingFactors,
@@ -31,15 +38,15 @@ class GramMemo:
     """Keeps the last token Gram matrix, which layers that read one input share, and scratch space.
 
     The key is the pair of activation tensors themselves, held here, so a recycled address can
-    never be taken for a hit. The scratch space holds one layer's gradients at a time: memory that
-    is written for every layer of every batch is not asked for and given back each time.
+    never be taken for a hit. The scratch space holds what is written out of one layer at a time:
+    memory that is written for every layer of every batch is not asked for and given back each time.
     """
 
     def __init__(self) -> None:
         """Start empty."""
         self._key: tuple[Tensor, Tensor] | None = None
         self._gram: Tensor | None = None
-        self._scratch: Tensor | None = None
+        self.space = WriteSpace()
 
     def written(self, gradient: LayerGradient) -> DenseGradient:
         """Write out gradients in the scratch space, where they stay until the next call.
@@ -55,18 +62,10 @@ class GramMemo:
         width = gradient.activation_bsi.shape[2] // gradient.groups
         o = gradient.output_gradient_bso.shape[2]
         (like,) = widen(gradient.output_gradient_bso)
-        rows = self._rows(gradient.num_examples, o * (width + int(gradient.has_bias)), like)
+        entries = o * (width + int(gradient.has_bias))
+        rows = self.space.take(gradient.num_examples, entries, like)
         write_dense(gradient, rows)
         return DenseGradient(rows, (o, width), gradient.has_bias)
-
-    def _rows(self, count: int, width: int, like: Tensor) -> Tensor:
-        have = self._scratch
-        if have is None or have.dtype != like.dtype or have.device != like.device:
-            have = self._scratch = like.new_empty(0)
-        if have.numel() < count * width:
-            self._scratch = None  # let go of the smaller one first
-            have = self._scratch = like.new_empty(count * width)
-        return have[: count * width].view(count, width)
 
     def token_gram(self, a_bsi: Tensor, a_qti: Tensor) -> Tensor:
         """Return ``a_bsi a_qti^T`` over stacked tokens, computed once for a pair of inputs.
@@ -164,7 +163,7 @@ def _added(terms: object) -> Tensor:
 
 
 def _token_gram(x_bsk: Tensor, y_qtk: Tensor) -> Tensor:
-    x_bsk, y_qtk = _one_dtype(x_bsk, y_qtk)
+    x_bsk, y_qtk = one_dtype(x_bsk, y_qtk)
     return x_bsk.flatten(0, 1) @ y_qtk.flatten(0, 1).t()
 
 
@@ -233,59 +232,29 @@ def _group(x: LinearFactors, group: int) -> tuple[Tensor, Tensor]:
 
 def _linear_dense_gram(x: LinearFactors, y: DenseGradient, memo: GramMemo) -> Tensor:
     """Write out ``x``'s weights and multiply; its bias meets ``y``'s without being joined."""
-    weight = LinearFactors(x.activation_bsi, x.output_gradient_bso, groups=x.groups)
-    x_bd, y_qd = _one_dtype(memo.written(weight).values_bd, y.values_bd)
-    products = _long_products(x_bd, y_qd[:, : y.weight_size])
+    if is_wide(x):
+        products = gram_in_pieces(x, y, memo.space)
+    else:
+        weight = LinearFactors(x.activation_bsi, x.output_gradient_bso, groups=x.groups)
+        x_bd, y_qd = one_dtype(memo.written(weight).values_bd, y.values_bd)
+        products = long_products(x_bd, y_qd[:, : y.weight_size])
     if x.has_bias and y.has_bias:
         g_bso = widen(x.output_gradient_bso)[0]
         if x.constant_bs is not None:
             g_bso = g_bso * x.constant_bs.to(g_bso).unsqueeze(-1)
         g_bo = g_bso.sum(1)
-        products.addmm_(g_bo.to(x_bd.dtype), y_qd[:, y.weight_size :].t())
+        y_qo = y.values_bd[:, y.weight_size :]
+        products.addmm_(g_bo.to(products.dtype), y_qo.to(products.dtype).t())
     return products
-
-
-def _long_products(x_bd: Tensor, y_qd: Tensor) -> Tensor:
-    """Multiply a few very long rows with a few others, ``[b, d]`` by ``[q, d]``.
-
-    Cut into pieces of about 1,024 entries that are multiplied as one batch and added: the rows
-    stream through the cache once and the pieces spread over threads, which one product
-    with a long inner side does not.
-
-    Args:
-        x_bd: First rows.
-        y_qd: Second rows.
-
-    Returns:
-        Shape ``[b, q]``.
-    """
-    d = x_bd.shape[1]
-    pieces = d // 1024
-    if pieces < 8 or x_bd.shape[0] * y_qd.shape[0] > 4096:
-        return x_bd @ y_qd.t()
-    cut = d - d % pieces
-    x_pbk = x_bd[:, :cut].unflatten(1, (pieces, -1)).transpose(0, 1)
-    y_pkq = y_qd[:, :cut].unflatten(1, (pieces, -1)).permute(1, 2, 0)
-    products = torch.bmm(x_pbk, y_pkq).sum(0)
-    if cut < d:
-        products.addmm_(x_bd[:, cut:], y_qd[:, cut:].t())
-    return products
-
-
-def _one_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Widen both sides of a product to one dtype."""
-    x, y = widen(x, y)
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    return x.to(dtype), y.to(dtype)
 
 
 def _dense_gram(x: DenseGradient, y: DenseGradient) -> Tensor:
-    x_bd, y_qd = _one_dtype(x.values_bd, y.values_bd)
+    x_bd, y_qd = one_dtype(x.values_bd, y.values_bd)
     if x.has_bias and not y.has_bias:
         x_bd = x_bd[:, : x.weight_size]
     elif y.has_bias and not x.has_bias:
         y_qd = y_qd[:, : y.weight_size]
-    return _long_products(x_bd, y_qd)
+    return long_products(x_bd, y_qd)
 
 
 def _embedding_position_gram(x: EmbeddingFactors, y: LayerGradient) -> Tensor:

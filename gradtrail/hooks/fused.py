@@ -1,4 +1,4 @@
-"""Elementwise modules that a live pass runs as one operation instead of eight.
+"""Modules whose elementwise work a live pass does in one operation instead of eight.
 
 Some models spell an activation or a norm out as a chain of elementwise operations, each of which
 reads and writes memory in the forward and again in the backward. While a live pass is open
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from gradtrail.hooks.rotary import rotary_forward
 
 __all__ = ["fuse_elementwise"]
 
@@ -39,13 +41,13 @@ def fuse_elementwise(model: nn.Module, stack: ExitStack) -> None:
             module.forward = fused
 
 
-def _fused_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _fused_forward(module: nn.Module) -> Callable[..., Any] | None:
     cls = type(module)
     if cls.__name__ == "NewGELUActivation" and cls.__module__ == "transformers.activations":
         return _tanh_gelu
     if cls.__name__.endswith("RMSNorm") and cls.__module__.startswith("transformers.models."):
         return _rms_forward(module)
-    return None
+    return rotary_forward(module)
 
 
 def _tanh_gelu(x: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class LivePass:
     def _forward(
         self, losses: Callable[[], Any], batch: int, tokens: int, sink: Sink, *, several: bool
     ) -> tuple[Capture, tuple[Tensor, ...]]:
-        owning = self._owning(sink) if communicates(self.model) else sink
+        owning = self._owning(sink) if self._parted else sink
         capture = Capture(batch, tokens, owning, live=True, layouts=self.layouts)
         with self.taps.forward(capture):
             values = losses()
