@@ -24,6 +24,24 @@ START = 60.0  # seconds until everything is imported
 LIMIT = 40.0  # seconds for one check on a busy machine
 GROUP_LIMIT = 20.0  # seconds that a collective waits
 IDLE = datetime.timedelta(hours=1)
+WRAPPED = [  # how a model is given to ``model_of``, and whether a unit is a block
+    ("plain", False),
+    ("ddp", False),
+    ("fsdp1", False),
+    ("fsdp1", True),
+    ("fully_shard", False),
+    ("fully_shard", True),
+]
+MODELS = ["transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]
+
+
+def assert_near(got, wanted, tolerance=1e-6):
+    """Compare lists of numbers, relative to the largest."""
+    got, wanted = torch.tensor(got), torch.tensor(wanted)
+    assert got.shape == wanted.shape
+    if got.numel():
+        assert wanted.abs().max() > 0
+        assert float((got - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
 class Workers:

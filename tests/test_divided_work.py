@@ -4,22 +4,10 @@ import json
 
 import pytest
 import rank_methods as checks
-import torch
-from processes import Workers
+from processes import MODELS, WRAPPED, Workers, assert_near
 
 from gradtrail import StoreError
 from gradtrail.store import GradientStore
-
-TOLERANCE = 1e-6
-WRAPPED = [
-    ("plain", False),
-    ("ddp", False),
-    ("fsdp1", False),
-    ("fsdp1", True),
-    ("fully_shard", False),
-    ("fully_shard", True),
-]
-MODELS = ["transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +26,6 @@ def expected(name, calls):
     for call, one in zip(missing, found, strict=True):
         KNOWN[json.dumps([name, call])] = one
     return [KNOWN[json.dumps([name, call])] for call in calls]
-
-
-def assert_near(got, wanted, tolerance=TOLERANCE):
-    got, wanted = torch.tensor(got), torch.tensor(wanted)
-    assert got.shape == wanted.shape
-    if got.numel():
-        assert wanted.abs().max() > 0
-        assert float((got - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
 def assert_same(found, wanted):

@@ -5,22 +5,11 @@ import json
 
 import pytest
 import rank_attribution as checks
-import torch
-from processes import Workers
+from processes import MODELS, WRAPPED, Workers, assert_near
 
 from gradtrail.store import GradientStore
 
-TOLERANCE = 1e-6
-WRAPPED = [
-    ("plain", False),
-    ("ddp", False),
-    ("fsdp1", False),
-    ("fsdp1", True),
-    ("fully_shard", False),
-    ("fully_shard", True),
-]
 METHODS = ("graddot", "kfac", "ekfac")
-MODELS = ["transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]
 
 
 def crossed(methods, counts, batches, **options):
@@ -48,14 +37,6 @@ def expected(name, calls):
             (KNOWN[key],) = checks.scores_of(checks.model_of(name), [call], name=name)
         found.append(KNOWN[key])
     return found
-
-
-def assert_near(got, wanted, tolerance=TOLERANCE):
-    got, wanted = torch.tensor(got), torch.tensor(wanted)
-    assert got.shape == wanted.shape
-    if got.numel():
-        assert wanted.abs().max() > 0
-        assert float((got - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
 def assert_same(found, wanted, *, digests=True):
