@@ -2,7 +2,8 @@
 
 One process imports what the checks need and is forked for every rank, and again for one that dies.
 The test holds the store, as ``torchrun`` does; orders and answers go through it. Every run makes a
-process group of its own; if somebody does not answer in time, all are killed.
+process group of its own; if somebody dies or does not answer in time, all are killed, and the next
+run starts others.
 """
 
 import datetime
@@ -48,6 +49,10 @@ class Workers:
     """Processes that wait for checks: functions of a module of the tests, by name."""
 
     def __init__(self, count, module, preload=()):
+        self._arguments = (count, module, preload)
+        self._start(*self._arguments)
+
+    def _start(self, count, module, preload):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.runs, self.sent, self.deaths = 0, [0] * count, [0] * count
         self.output = tempfile.TemporaryFile()  # noqa: SIM115  # closed at the end
@@ -89,6 +94,8 @@ class Workers:
 
         Ranks that are ``lost`` are expected to die, and give None.
         """
+        if self.output.closed:  # a test before this one had to end them
+            self._start(*self._arguments)
         self.runs += 1
         order = {"check": check, "world": world, "run": self.runs, "arguments": arguments}
         for number in range(world):
@@ -102,18 +109,22 @@ class Workers:
                 self.deaths[number] += 1
                 found.append(None)
             else:
-                found.append(json.loads(self._await(f"answer/{number}/{self.sent[number]}", left)))
+                key = f"answer/{number}/{self.sent[number]}"
+                death = f"lost/{number}/{self.deaths[number]}"  # nobody will answer then
+                found.append(json.loads(self._await(key, left, unless=death)))
             self.sent[number] += 1
         return found
 
-    def _await(self, key, limit):
+    def _await(self, key, limit, unless=None):
         deadline = time.monotonic() + limit
         while not self.store.check([key]):
-            if time.monotonic() > deadline or self.process.poll() is not None:
+            died = unless is not None and self.store.check([unless])
+            if died or time.monotonic() > deadline or self.process.poll() is not None:
                 self.output.seek(0)
                 said = self.output.read().decode(errors="replace")
                 self.__exit__()
-                raise AssertionError(f"no {key} in time: {said}")
+                why = self.store.get(unless).decode() if died else "not in time"
+                raise AssertionError(f"no {key}, {why}: {said}")
             time.sleep(0.002)
         return self.store.get(key)
 
@@ -126,10 +137,11 @@ def _fork_all(port, count, *modules):
     deaths = [0] * count
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
-        pid, _ = os.waitpid(-1, 0)
+        pid, status = os.waitpid(-1, 0)
         number = ranks.pop(pid)
         ranks[_fork(checks, port, number, int(store.get(f"next/{number}")))] = number
-        store.set(f"lost/{number}/{deaths[number]}", "1")
+        how = os.waitstatus_to_exitcode(status)
+        store.set(f"lost/{number}/{deaths[number]}", f"its process ended with {how}")
         deaths[number] += 1
 
 

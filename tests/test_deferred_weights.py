@@ -103,7 +103,7 @@ def captured(model, run, units=None, enabled=True):
     with ExitStack() as stack, manager.collect():
         deferred.watch(manager.selection.units if units is None else units, stack)
         run(deferred)
-    return deferred.take()
+    return deferred.left_out
 
 
 @pytest.mark.filterwarnings("ignore:Layers are left out")
@@ -279,3 +279,97 @@ def test_low_precision(dtype):
             for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
                 scale = float(theirs.grad.abs().max()) + 1e-3
                 assert float((mine.grad.double() - theirs.grad).abs().max()) <= 0.05 * scale
+
+
+# ---------------------------------------------------------------- backwards of other kinds
+
+
+def fixed_selection(threshold):
+    """Two linear layers, what they would be without a selection, and a selection."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    target = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    options = {"threshold": threshold}
+    callback = DataSelectionCallback(model, "fixed", target, selection_kwargs=options)
+    manager = HookManager(model, callbacks=[callback], loss_reduction="sum")
+    inputs = [torch.randn(5, 6, dtype=torch.float64) for _ in range(4)]
+    return copy.deepcopy(model), manager, callback, inputs
+
+
+def squares(model, inputs):
+    return model(inputs).square().sum()
+
+
+def same_gradients(model, twin):
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_forwards_before_a_backward(together):
+    """In one backward or in two, nothing of either is lost, and later ones leave out again."""
+    twin, manager, callback, inputs = fixed_selection(-1e9)
+    model = manager.model
+    with manager.collect():
+        squares(model, inputs[0]).backward()
+        squares(twin, inputs[0]).backward()
+        for one in (model, twin):
+            losses = [squares(one, inputs[1]), squares(one, inputs[2])]
+            for loss in [sum(losses)] if together else losses:
+                loss.backward()
+        same_gradients(model, twin)
+        seen = watched(callback)
+        squares(model, inputs[3]).backward()
+        squares(twin, inputs[3]).backward()
+        assert seen == [{"0", "2"}]
+    same_gradients(model, twin)
+
+
+def watched(callback):
+    """What each backward from here on leaves out, as its step begins."""
+    seen, score = [], callback._score
+
+    def first_of_a_step(name, *others):
+        if name == "0":
+            seen.append(set(callback._deferred.left_out))
+        return score(name, *others)
+
+    callback._score = first_of_a_step
+    return seen
+
+
+def test_an_error_of_a_selection_leaves_the_gradients_whole():
+    twin, manager, callback, inputs = fixed_selection(0.0)
+    model = manager.model
+    with manager.collect():
+        squares(model, inputs[0]).backward()
+        model.zero_grad()
+
+        def failing(*_):
+            raise ArithmeticError("no score")
+
+        score, callback._score = callback._score, failing
+        with pytest.raises(ArithmeticError, match="no score"):
+            squares(model, inputs[1]).backward()
+        squares(twin, inputs[1]).backward()
+        same_gradients(model, twin)
+        callback._score = score
+        model.zero_grad()
+        twin.zero_grad()
+        squares(model, inputs[2]).backward()
+        squares(twin, inputs[2][~callback.last_dropped]).backward()
+        assert callback.last_dropped.any()
+    same_gradients(model, twin)
+
+
+def test_a_backward_that_asks_for_some_parameters():
+    twin, manager, _, inputs = fixed_selection(-1e9)
+    model = manager.model
+    with manager.collect():
+        squares(model, inputs[0]).backward()
+        model.zero_grad()
+        for one in (model, twin):
+            squares(one, inputs[1]).backward(inputs=[one[0].weight])
+        same_gradients(model, twin)

@@ -263,6 +263,14 @@ def forwards(model):
     return {name for name, module in model.named_modules() if "forward" in vars(module)}
 
 
+def test_the_default_device_is_not_asked():
+    def fresh(q, k, cos, sin, unsqueeze_dim=1):  # one that was not looked at yet
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+    with torch.device("meta"):
+        assert _is_known(fresh)
+
+
 def test_put_back_after_a_pass_and_after_an_error():
     model, rows, seen = build("llama"), text_rows(), []
 

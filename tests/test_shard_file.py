@@ -1,7 +1,7 @@
 """Files that grow past the system's cache: the same bytes, whatever the disk does meanwhile."""
 
 import errno
-import fcntl
+import mmap
 import os
 import random
 import zlib
@@ -16,6 +16,7 @@ from gradtrail.factors import GradientBlock, LinearFactors
 from gradtrail.store import shards as shards_module
 from gradtrail.store.shard_file import ShardFile
 
+fcntl = pytest.importorskip("fcntl")
 RESERVED = 8192
 HEAD = bytes(range(256)) * 32
 SIZES = [1, 4095, 4096, 4097, 100_000, (4 << 20) - 7, 4 << 20, (9 << 20) + 13, 0]
@@ -111,6 +112,20 @@ def test_a_file_that_cannot_be_made_leaves_none(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         ShardFile(tmp_path / "a", RESERVED, direct=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_system_without_large_pages(tmp_path, monkeypatch):
+    class Small(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    file = ShardFile(tmp_path / "a", RESERVED, direct=True)
+    file.add(memoryview(HEAD))
+    file.settle()
+    file.end(None)
+    file.close()
+    assert (tmp_path / "a").read_bytes()[RESERVED:] == HEAD
 
 
 # ---------------------------------------------------------------- where there is no direct way

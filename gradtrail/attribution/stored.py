@@ -204,16 +204,19 @@ def attached_covariances(
     covered, found = records_digest(wanted), store.attached(COVARIANCES)
     if found is not None and found[1].get("covers") == covered:
         return found
-    parts = _parts_of_ranks(store, wanted)
+    parts = _parts_of_ranks(store, wanted, found)
     return None if parts is None else added_covariances(parts, covered)
 
 
-def _parts_of_ranks(store: GradientStore, wanted: Sequence[BlockRecord]) -> list[Attached] | None:
+def _parts_of_ranks(
+    store: GradientStore, wanted: Sequence[BlockRecord], first: Attached | None
+) -> list[Attached] | None:
     """Read what each process accumulated of what it stored; None unless that is all of the blocks.
 
     Args:
         store: The store.
         wanted: The blocks they must cover.
+        first: What the first process attached, or None.
 
     Returns:
         Tensors and metadata of every process that stored some of them.
@@ -229,7 +232,7 @@ def _parts_of_ranks(store: GradientStore, wanted: Sequence[BlockRecord]) -> list
         return None
     parts: list[Attached] = []
     for place, records in sorted(own.items()):
-        part = store.attached(covariances_name(place))
+        part = store.attached(covariances_name(place)) if place else first
         if part is None or part[1].get("covers") != records_digest(records):
             return None
         parts.append(part)

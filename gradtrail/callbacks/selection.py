@@ -24,7 +24,7 @@ from gradtrail.callbacks.selection_probe import (
     rows_of_call,
 )
 from gradtrail.callbacks.selection_ranks import Ranks, find_ranks
-from gradtrail.callbacks.selection_removal import Removal, build, check_sum, remove, rescale
+from gradtrail.callbacks.selection_removal import check_sum, form_left_out, remove_all
 from gradtrail.callbacks.selection_renormalize import Renormalization
 from gradtrail.callbacks.selection_targets import BatchTarget, TargetChoice
 from gradtrail.distributed import guarded
@@ -198,8 +198,10 @@ class DataSelectionCallback(AbstractStepCallback):
             return
         try:
             self._select(block)
-        finally:
+        finally:  # after an error; else nothing is left
+            form_left_out(self._layers, _as_brought(block), self._own, self._deferred)
             self._own.forget()
+            self._deferred.forget()
 
     def on_optimizer_step(self, step: OptimizerStep) -> None:
         """Start counting rejections anew."""
@@ -245,9 +247,7 @@ class DataSelectionCallback(AbstractStepCallback):
 
     def _select(self, block: GradientBlock) -> None:
         refuse_uncovered(self._model, self._manager.coverage)
-        scale, layers = float(self._manager.scale), block.layers
-        if isinstance(layers, ScaledLayers):
-            layers = layers.unscaled
+        scale, layers = float(self._manager.scale), _as_brought(block)
         layers = {name: lightened(gradient) for name, gradient in layers.items()}
         if self._renormalize:
             self._renormalization.begin(self._manager)
@@ -262,16 +262,14 @@ class DataSelectionCallback(AbstractStepCallback):
             factors = self._renormalization.factors(dropped) if self._renormalize else {}
         elif scale:
             self._warn("finite", _NOT_FINITE)
-        self._remove(layers, dropped, factors)
+        remove_all(self._layers, layers, (dropped, factors), self._own, self._deferred)
         self._remember(block, scores, total, dropped)
 
     def _select_together(self, block: GradientBlock) -> None:
         """Do the same for all ranks' examples."""
         with guarded("data selection"):
             refuse_uncovered(self._model, self._manager.coverage)
-            scale, layers = float(self._manager.scale), block.layers
-            if isinstance(layers, ScaledLayers):
-                layers = layers.unscaled
+            scale, layers = float(self._manager.scale), _as_brought(block)
             if self._renormalize:
                 self._renormalization.begin(self._manager, self._ranks)
             scores, total = self._scores_together(layers, scale, len(block.ids))
@@ -341,28 +339,6 @@ class DataSelectionCallback(AbstractStepCallback):
             return {name: rejected.get(name, nothing) for name in self._layers}
         return dict.fromkeys(self._layers, options.rejected(total))
 
-    def _remove(
-        self,
-        layers: Mapping[str, LayerGradient],
-        dropped: Mapping[str, Tensor],
-        factors: Mapping[str, tuple[float, float]],
-    ) -> None:
-        """Take the rejected examples out of every layer's gradient."""
-        deferred = self._deferred.take()
-        for name, layer in self._layers.items():
-            gradient, mask = layers.get(name), dropped[name]
-            factor, carry = factors.get(name, (1.0, 1.0))
-            if gradient is None:
-                rescale(layer, carry)
-                continue
-            device = next(iter(layer.parameters.values())).device
-            rows = (part.nonzero().flatten().to(device) for part in (mask, ~mask))
-            removal = Removal(*rows, factor=factor, carry=carry)
-            if name in deferred:
-                build(layer, gradient, removal, self._own)
-            elif not removal.changes_nothing:
-                remove(layer, gradient, removal, self._own)
-
     def _remember(
         self,
         block: GradientBlock,
@@ -392,6 +368,12 @@ class DataSelectionCallback(AbstractStepCallback):
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(message, GradTrailWarning, stacklevel=2)
+
+
+def _as_brought(block: GradientBlock) -> Mapping[str, LayerGradient]:
+    """A block's gradients as the backward of the loop's loss brought them."""
+    layers = block.layers
+    return layers.unscaled if isinstance(layers, ScaledLayers) else layers
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:

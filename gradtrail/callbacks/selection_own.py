@@ -96,10 +96,10 @@ class OwnGradients:
 
         def note(gradient: Tensor | None) -> None:
             backward = self._manager.backward
-            if backward is None or gradient is None:  # not a captured one, or left out of it
+            if backward is None:  # not a captured one
                 return
             self._begin(backward)
-            if key in self._fresh:
+            if gradient is None or key in self._fresh:  # None: left out of it
                 return
             if reference().grad is None:
                 self._fresh.add(key)

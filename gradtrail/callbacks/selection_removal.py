@@ -17,14 +17,17 @@ from gradtrail.callbacks.selection_layers import Contribution, TrainedLayer, par
 from gradtrail.callbacks.selection_own import OwnGradients
 from gradtrail.errors import CaptureError
 from gradtrail.factors import DenseGradient, LayerGradient, LinearFactors, tensors_of
+from gradtrail.hooks.deferred import DeferredWeights
 
 __all__ = [
     "Removal",
     "add_contribution",
     "build",
     "check_sum",
+    "form_left_out",
     "refuse_other_sum",
     "remove",
+    "remove_all",
     "rescale",
     "size_bound",
     "tolerance_of",
@@ -56,6 +59,60 @@ class Removal:
     def changes_nothing(self) -> bool:
         """Whether every example is kept and nothing is rescaled."""
         return not len(self.rejected_k) and self.factor == 1.0 and self.carry == 1.0
+
+
+def remove_all(
+    layers: Mapping[str, TrainedLayer],
+    gradients: Mapping[str, LayerGradient],
+    what: tuple[Mapping[str, Tensor], Mapping[str, tuple[float, float]]],
+    own: OwnGradients,
+    deferred: DeferredWeights,
+) -> None:
+    """Take the rejected examples out of every layer's gradient.
+
+    Args:
+        layers: The layers by name.
+        gradients: Their per-example gradients, of those that the backward reached.
+        what: By layer, which examples are rejected, ``[b]``; and the factors ``(f, q)`` of
+            ``Removal`` where they are not 1.
+        own: What the backward added to each parameter.
+        deferred: Which layers' weight gradients it left out.
+    """
+    dropped, factors = what
+    for name, layer in layers.items():
+        gradient, mask = gradients.get(name), dropped[name]
+        factor, carry = factors.get(name, (1.0, 1.0))
+        if gradient is None:
+            rescale(layer, carry)
+            continue
+        device = next(iter(layer.parameters.values())).device
+        rows = (part.nonzero().flatten().to(device) for part in (mask, ~mask))
+        removal = Removal(*rows, factor=factor, carry=carry)
+        if name in deferred.left_out:
+            build(layer, gradient, removal, own)
+            deferred.formed(name)
+        elif not removal.changes_nothing:
+            remove(layer, gradient, removal, own)
+
+
+def form_left_out(
+    layers: Mapping[str, TrainedLayer],
+    gradients: Mapping[str, LayerGradient],
+    own: OwnGradients,
+    deferred: DeferredWeights,
+) -> None:
+    """Form the weight gradients that a backward left out over all examples, after an error.
+
+    Args:
+        layers: The layers by name.
+        gradients: Their per-example gradients.
+        own: What the backward added to each parameter.
+        deferred: Which layers' weight gradients it left out.
+    """
+    for name in deferred.left_out & gradients.keys():
+        rows = torch.arange(gradients[name].num_examples)
+        build(layers[name], gradients[name], Removal(rows[:0], rows), own)
+        deferred.formed(name)
 
 
 def remove(

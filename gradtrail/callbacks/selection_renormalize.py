@@ -93,7 +93,7 @@ class Renormalization:
                     "average_tokens_across_devices=True, or leave it out."
                 )
             self._divisor = self._divisor if self._spans else sum(every)
-            seen = ranks.summed(seen, "labels")
+            seen = ranks.summed(seen, "labels") if self._spans else seen
         if not self._spans:
             return
         if manager.optimizer is None:

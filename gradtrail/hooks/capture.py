@@ -95,6 +95,7 @@ class Capture:
         keep_graph: Whether another backward through the same graph may come.
         reentrant: Whether a layer of a live pass ran without a graph, as under checkpointing.
         running: Whether a backward is under way.
+        ended: Whether a backward came to its end that no other can follow.
     """
 
     batch: int
@@ -109,6 +110,7 @@ class Capture:
     keep_graph: bool = False
     reentrant: bool = False
     running: bool = False
+    ended: bool = False
     _expected: dict[str, int] = field(default_factory=dict)
     _parts: dict[str, list[LayerGradient]] = field(default_factory=dict)
     _arrived: dict[str, int] = field(default_factory=dict)
@@ -200,6 +202,7 @@ class Capture:
         for name in list(self._parts):
             self._emit(name)
         self.running = False
+        self.ended = not self.keep_graph
         self._arrived.clear()
         for saved in _alive(self._saved):
             saved.restart() if self.keep_graph else saved.release()

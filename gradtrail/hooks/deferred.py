@@ -55,6 +55,7 @@ class DeferredWeights:
         # by capture: a forward that checkpointing repeats must save what it saved before
         self._decisions: weakref.WeakKeyDictionary[Capture, bool] = weakref.WeakKeyDictionary()
         self._backward: Callable[[], object | None] = lambda: None
+        self._is_alone = False
         self._left: set[str] = set()
 
     def watch(self, units: Iterable[Unit], stack: ExitStack) -> None:
@@ -82,10 +83,18 @@ class DeferredWeights:
                 stack.callback(_put_back, module, module.forward)
         stack.callback(self._names.clear)
 
-    def take(self) -> frozenset[str]:
-        """Give the names of layers that the last backward left out, once."""
-        left, self._left = frozenset(self._left), set()
-        return left
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Names of layers whose weight gradients the last backward left out and nobody formed."""
+        return frozenset(self._left)
+
+    def formed(self, name: str) -> None:
+        """Take note that a layer's weight gradient was formed after the backward."""
+        self._left.discard(name)
+
+    def forget(self) -> None:
+        """Let go of what the last backward left out."""
+        self._left.clear()
 
     def leaves_out(self, ticket: _Ticket) -> bool:
         """Decide at a layer's backward whether it is to leave the weight out.
@@ -107,8 +116,12 @@ class DeferredWeights:
         if self._backward() is not backward:  # one before may not have come to its end
             self._backward = weakref.ref(backward)
             self._left.clear()
-        self._left.add(ticket.name)
-        return True
+            # one backward may run through several forwards, each with rows of its own
+            others = (one for one in self._decisions if one is not ticket.capture)
+            self._is_alone = all(one.ended for one in others)
+        if self._is_alone:
+            self._left.add(ticket.name)
+        return self._is_alone
 
     def _ticket(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> _Ticket | None:  # noqa: ANN401
         """What a call's backward needs to know, or None where the call is not to be deferred."""
@@ -188,9 +201,15 @@ class _Product(torch.autograd.Function):
 
 
 def _accumulates(ctx: Any) -> bool:  # noqa: ANN401
-    """Whether this backward would add to the weight's ``.grad``: not where it asks for others."""
+    """Whether this backward would add to the parameters' ``.grad``, not to some or to none."""
+    # a bias that is None has no node
+    needed = zip(ctx.next_functions[1:3], ctx.needs_input_grad[1:3], strict=False)
     try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[1][0])  # noqa: SLF001  # no public way
+        return all(
+            torch._C._will_engine_execute_node(node)  # noqa: SLF001  # no public way
+            for (node, _), needs in needed
+            if needs
+        )
     except RuntimeError:  # inside autograd.grad()
         return False
 

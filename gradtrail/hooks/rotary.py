@@ -115,7 +115,13 @@ def _agrees(function: _Function, unsqueeze_dim: int) -> bool:
 def _numbers(shape: tuple[int, ...], start: int) -> Tensor:
     """Numbers of both signs that no random generator is asked for."""
     count = math.prod(shape)
-    return torch.arange(count, dtype=torch.float64).mul_(1.7).add_(start).sin_().view(shape)
+    return (
+        torch.arange(count, dtype=torch.float64, device="cpu")
+        .mul_(1.7)
+        .add_(start)
+        .sin_()
+        .view(shape)
+    )
 
 
 def _exchanged(own: _Function) -> _Function:

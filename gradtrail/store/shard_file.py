@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -72,12 +73,12 @@ class ShardFile:
         self._file = FileIO(os.open(path, _FRESH, 0o666), "r+")
         try:
             write_all(self._file, memoryview(b" " * reserved))
+            self._direct = direct and _set_direct(self._file, on=True)
+            self._buffer = _memory(_BUFFER) if self._direct else None
         except OSError:
             self._file.close()
             path.unlink()
             raise
-        self._direct = direct and _set_direct(self._file, on=True)
-        self._buffer = _memory(_BUFFER) if self._direct else None
         self._filled = 0
         self._place = reserved  # where the buffer's first byte belongs
 
@@ -209,5 +210,6 @@ def _memory(num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        memory.madvise(advice)
+        with suppress(OSError):  # a system may know the advice and not take it
+            memory.madvise(advice)
     return memory
