@@ -4,6 +4,8 @@ import errno
 import mmap
 import os
 import random
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 from storing import FACTS
 
-from gradtrail import GradientStore
+from gradtrail import GradientStore, files
 from gradtrail.factors import GradientBlock, LinearFactors
+from gradtrail.store import shard_file as shard_file_module
 from gradtrail.store import shards as shards_module
 from gradtrail.store.shard_file import ShardFile
 
@@ -126,6 +129,22 @@ def test_a_system_without_large_pages(tmp_path, monkeypatch):
     file.end(None)
     file.close()
     assert (tmp_path / "a").read_bytes()[RESERVED:] == HEAD
+
+
+def test_the_sum_is_the_same_by_either_library():
+    isal = pytest.importorskip("isal.isal_zlib")
+    assert files.crc32 is isal.crc32
+    for size in (0, 1, 7, 100_001):
+        whole = drawn(size)
+        first, last = whole[: size // 3], whole[size // 3 :]
+        assert isal.crc32(last, isal.crc32(first)) == zlib.crc32(whole)
+
+
+def test_without_the_extra_the_sums_are_zlibs():
+    hidden = "import sys; sys.modules['isal'] = sys.modules['isal.isal_zlib'] = None\n"
+    code = "import zlib, gradtrail.files as f; print(f.crc32 is zlib.crc32)"
+    done = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, check=True)
+    assert done.stdout.strip() == b"True"
 
 
 # ---------------------------------------------------------------- where there is no direct way
@@ -263,3 +282,22 @@ def test_large_records_go_past_the_cache_and_shards_are_the_same(tmp_path, monke
 
 def test_what_is_read_again_right_away_stays_in_the_cache():
     assert fill(None) == [False, False, None, False, False]
+
+
+def test_shards_of_one_writer_share_their_memory(tmp_path, monkeypatch):
+    made, memory = [], shard_file_module._memory
+    monkeypatch.setattr(
+        shard_file_module, "_memory", lambda size: made.append(size) or memory(size)
+    )
+    blocks = [block(step, 30_000 + step) for step in range(3)]
+    with GradientStore(tmp_path / "a", shard_bytes=1 << 20) as store:
+        store.define(**FACTS)
+        for one in blocks:
+            store.append(one)
+    assert len(made) == 1
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) == 3
+    with GradientStore(tmp_path / "a", mode="read") as store:
+        for one, stored in zip(blocks, store.blocks(), strict=True):
+            assert torch.equal(
+                stored.block.layers["l"].activation_bsi, one.layers["l"].activation_bsi
+            )

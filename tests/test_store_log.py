@@ -9,9 +9,11 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import store_rank_checks
 import torch
@@ -35,6 +37,7 @@ from gradtrail.store.codec import BlockKind, gather
 from gradtrail.store.fetch import AbstractSource, fetched
 from gradtrail.store.journal import decode_line, encode_line
 from gradtrail.store.layout import Layouts, plan_layout
+from gradtrail.store.shard_file import ShardFile
 from gradtrail.store.shards import ShardWriter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -465,6 +468,33 @@ def test_a_block_on_the_host_is_not_copied():
         for name, gradient in first.layers.items():
             pairs = zip(tensors_of(gradient), tensors_of(got.layers[name]), strict=True)
             assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+
+
+def numpy_block(memory):
+    """A block of four tensors whose memory is seen to go."""
+    layers = {}
+    for name in ("first", "second"):
+        a, g = np.ones((2, 3, 4), np.float32), np.ones((2, 3, 5), np.float32)
+        memory += [weakref.ref(a), weakref.ref(g)]
+        layers[name] = LinearFactors(torch.from_numpy(a), torch.from_numpy(g), False)
+    return GradientBlock(0, (0, 1), layers)
+
+
+def test_a_tensor_goes_as_soon_as_it_is_written(tmp_path, monkeypatch):
+    alive, memory, add = [], [], ShardFile.add
+
+    def watched(file, view):
+        alive.append(sum(one() is not None for one in memory))
+        add(file, view)
+
+    monkeypatch.setattr(ShardFile, "add", watched)
+    with GradientStore(tmp_path / "a") as store:
+        store.define(**FACTS)
+        with BackgroundWriter(store) as writer:
+            gate = Gate(store)
+            writer.submit(numpy_block(memory))
+            gate.open.set()
+    assert alive[:4] == [4, 3, 2, 1]  # the one that is being written is still there
 
 
 def test_an_error_of_the_thread_is_raised_and_what_came_before_stays(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from gradtrail.callbacks.checks import check_store, warn_gap
 from gradtrail.callbacks.optimizer_state import discard_from
 from gradtrail.callbacks.snapshot_calls import pack
 from gradtrail.factors import GradientBlock
-from gradtrail.files import tensor_bytes
+from gradtrail.files import crc32, tensor_bytes
 from gradtrail.hooks import HookManager, OptimizerStep
 from gradtrail.hooks.wrapped import communicates, unwrapped
 from gradtrail.options import check_positive
@@ -228,7 +227,7 @@ def call_prefix(rank: int, place: int) -> str:
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Sum up tensors that are not stored: CRC-32 of the bytes, by name."""
-    return {name: zlib.crc32(tensor_bytes(tensor)) for name, tensor in tensors}
+    return {name: crc32(tensor_bytes(tensor)) for name, tensor in tensors}
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

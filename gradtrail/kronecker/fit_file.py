@@ -7,7 +7,6 @@ options is refused with both values.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gradtrail.errors import CurvatureError
-from gradtrail.files import tensor_bytes, write_tensors
+from gradtrail.files import crc32, tensor_bytes, write_tensors
 from gradtrail.kronecker.fit import KroneckerFit, LayerRecord, Tensors
 
 __all__ = ["FIT_FILE", "load_fit", "save_fit", "signature"]
@@ -126,7 +125,7 @@ def _metadata(
     fit: KroneckerFit, tensors: Mapping[str, Tensor], damping: Mapping[str, Any]
 ) -> dict[str, str]:
     """What defines the fit, what is held of each layer, and a checksum of each tensor."""
-    checksums = {key: zlib.crc32(tensor_bytes(tensor)) for key, tensor in tensors.items()}
+    checksums = {key: crc32(tensor_bytes(tensor)) for key, tensor in tensors.items()}
     records = {
         name: {
             "kind": record.kind,
@@ -158,7 +157,7 @@ def _records(text: str) -> dict[str, LayerRecord]:
 
 def _check_sum(key: str, tensor: Tensor, expected: int) -> None:
     """Refuse a tensor that is not the one that was written."""
-    if zlib.crc32(tensor_bytes(tensor)) != expected:
+    if crc32(tensor_bytes(tensor)) != expected:
         raise ValueError(f"{key} is not what was written")
 
 

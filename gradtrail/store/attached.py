@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gradtrail.errors import StoreError
-from gradtrail.files import DTYPE_NAMES, tensor_bytes, write_tensors
+from gradtrail.files import DTYPE_NAMES, crc32, tensor_bytes, write_tensors
 from gradtrail.store.place import attachment_name
 
 __all__ = ["attached_files", "read_attached", "write_attached"]
@@ -78,7 +77,7 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int
     described = [
         [name, DTYPE_NAMES[tensors[name].dtype], list(tensors[name].shape)] for name in names
     ]
-    crc = zlib.crc32(json.dumps([sorted(metadata.items()), described]).encode())
+    crc = crc32(json.dumps([sorted(metadata.items()), described]).encode())
     for name in names:
-        crc = zlib.crc32(tensor_bytes(tensors[name]), crc)
+        crc = crc32(tensor_bytes(tensors[name]), crc)
     return crc

@@ -17,6 +17,7 @@ from gradtrail.store.journal import Journal, journal_name, read_journal
 from gradtrail.store.layout import Layout, Layouts
 from gradtrail.store.manifest import Manifest
 from gradtrail.store.place import SHARD_NAME, shard_name
+from gradtrail.store.shard_file import WriteBuffer
 from gradtrail.store.shards import Shard, ShardWriter
 
 __all__ = ["Entry", "FolderWriter", "RankEntries", "read_entries"]
@@ -184,6 +185,7 @@ class FolderWriter:
         )
         self._next = len(found.shards)
         self._open: ShardWriter | None = None
+        self._buffer = WriteBuffer()
         self.pending: list[Entry] = []
 
     def add(self, entry: Entry, tensors: Sequence[Callable[[], Tensor]]) -> None:
@@ -191,7 +193,12 @@ class FolderWriter:
         if self._open is None:
             name = shard_name(self._rank, self._next)
             self._open = ShardWriter(
-                self.folder, name, self.shard_bytes, entry.layout, outlasts=self._outlasts
+                self.folder,
+                name,
+                self.shard_bytes,
+                entry.layout,
+                outlasts=self._outlasts,
+                buffer=self._buffer,
             )
         try:
             entry.start = self._open.add(entry.layout, tensors)

@@ -131,7 +131,13 @@ class GradientStore(AbstractIndexedStore):
         self._facts = made
         self.log.declare(asdict(made))
 
-    def append(self, block: GradientBlock, *, meta: Mapping[str, Any] | None = None) -> None:
+    def append(
+        self,
+        block: GradientBlock,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        consume: bool = False,
+    ) -> None:
         """Add a block; when this returns it can be read, and its tensors are let go.
 
         With residency ``"memory"`` and ``"tiered"`` a tensor that is contiguous, alone in its
@@ -140,6 +146,8 @@ class GradientStore(AbstractIndexedStore):
         Args:
             block: Layer gradients of a batch.
             meta: What to record with it, fit for JSON.
+            consume: Whether to empty ``block.layers``, a dict, so that a tensor which nobody else
+                refers to is freed as soon as it is written, and not when all are.
 
         Raises:
             StoreError: If the store was not told what it holds.
@@ -162,6 +170,8 @@ class GradientStore(AbstractIndexedStore):
                 )
         noted = None if meta is None else as_json("meta", dict(meta))
         facts = {"step": block.step, "ids": ids, "meta": noted}
+        if consume:
+            block.layers.clear()
         self.log.append(gathered.layout, gathered.tensors, facts)
 
     def discard(self, step: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -17,17 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradtrail.files import write_all
+from gradtrail.files import crc32, write_all
 
 try:
     import fcntl
 except ImportError:  # not on every system
     fcntl = None
 
-__all__ = ["Mark", "ShardFile"]
+__all__ = ["Mark", "ShardFile", "WriteBuffer"]
 
 _BUFFER = 4 << 20  # bytes of one direct write
-_CHUNK = 1 << 18  # bytes that are summed and copied while they are in the processor's cache
+_CHUNK = 1 << 19  # bytes that are summed and copied while they are in the processor's cache
 _BLOCK = 4096  # bytes: places and sizes of direct writes are multiples of it
 _FRESH = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
 
@@ -46,6 +45,20 @@ class Mark(NamedTuple):
     tail: bytes
 
 
+class WriteBuffer:
+    """Memory from which the disk takes; made when the first direct write wants it."""
+
+    def __init__(self) -> None:
+        """Have none yet."""
+        self._bytes: np.ndarray | None = None
+
+    def bytes(self) -> np.ndarray:
+        """Give the memory, as bytes; it begins with a page."""
+        if self._bytes is None:
+            self._bytes = np.frombuffer(_memory(_BUFFER), np.uint8)
+        return self._bytes
+
+
 class ShardFile:
     """A new file of which the first bytes are left for a header, and summed bytes are added.
 
@@ -57,13 +70,16 @@ class ShardFile:
     num_bytes: int
     crc32: int
 
-    def __init__(self, path: Path, reserved: int, *, direct: bool) -> None:
+    def __init__(
+        self, path: Path, reserved: int, *, direct: bool, buffer: WriteBuffer | None = None
+    ) -> None:
         """Make the file.
 
         Args:
             path: Where it lies; a file of that name is emptied.
             reserved: Bytes left for the header; with ``direct`` a multiple of 4096.
             direct: Whether to write past the system's cache, where the file system can do so.
+            buffer: Memory for that, which no other file uses meanwhile; None: its own.
 
         Raises:
             OSError: If it cannot be written there. No file is left.
@@ -74,7 +90,7 @@ class ShardFile:
         try:
             write_all(self._file, memoryview(b" " * reserved))
             self._direct = direct and _set_direct(self._file, on=True)
-            self._buffer = _memory(_BUFFER) if self._direct else None
+            self._buffer = (buffer or WriteBuffer()).bytes() if self._direct else None
         except OSError:
             self._file.close()
             path.unlink()
@@ -94,14 +110,15 @@ class ShardFile:
 
     def add(self, view: memoryview) -> None:
         """Add bytes; they can be read after ``settle``."""
-        for start in range(0, len(view), _CHUNK):
-            chunk = view[start : start + _CHUNK]
-            self.crc32 = zlib.crc32(chunk, self.crc32)
+        added = np.frombuffer(view, np.uint8)
+        for start in range(0, len(added), _CHUNK):
+            chunk = added[start : start + _CHUNK]
+            self.crc32 = crc32(chunk, self.crc32)
             if self._buffer is None:
-                write_all(self._file, chunk)
+                write_all(self._file, memoryview(chunk))
             else:
                 self._gather(chunk)
-        self.num_bytes += len(view)
+        self.num_bytes += len(added)
 
     def settle(self) -> None:
         """Have all that was added in the file; zeros may follow it."""
@@ -114,7 +131,7 @@ class ShardFile:
 
     def mark(self) -> Mark:
         """Note where the file stands, after ``settle``."""
-        tail = b"" if self._buffer is None else self._buffer[: self._filled]
+        tail = b"" if self._buffer is None else self._buffer[: self._filled].tobytes()
         return Mark(self.num_bytes, self.crc32, tail)
 
     def go_back(self, mark: Mark) -> None:
@@ -122,7 +139,7 @@ class ShardFile:
         self.num_bytes, self.crc32, tail = mark
         self._filled, self._place = len(tail), self.stop - len(tail)
         if self._buffer is not None:
-            self._buffer[: len(tail)] = tail
+            self._buffer[: len(tail)] = np.frombuffer(tail, np.uint8)
         self._file.truncate(self.stop)
         self._file.seek(self.stop)
 
@@ -156,13 +173,12 @@ class ShardFile:
         self._file.close()
         self._buffer = None
 
-    def _gather(self, chunk: memoryview) -> None:
+    def _gather(self, chunk: np.ndarray) -> None:
         """Copy bytes to the buffer, and write it whenever it is full."""
-        buffer = np.frombuffer(self._buffer, np.uint8)
-        while chunk:
+        while len(chunk):
             part = chunk[: _BUFFER - self._filled]
             stop = self._filled + len(part)
-            np.copyto(buffer[self._filled : stop], np.frombuffer(part, np.uint8))
+            self._buffer[self._filled : stop] = part
             self._filled, chunk = stop, chunk[len(part) :]
             if stop == _BUFFER:
                 self._put(_BUFFER)
@@ -173,7 +189,7 @@ class ShardFile:
         """Write the buffer's first bytes where they belong; zeros behind what it holds."""
         view, place = memoryview(self._buffer)[:count], self._place
         if count > self._filled:
-            view[self._filled :] = bytes(count - self._filled)
+            self._buffer[self._filled : count] = 0
         while view:
             try:
                 done = os.pwrite(self._file.fileno(), view, place)

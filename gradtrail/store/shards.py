@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from io import FileIO
@@ -21,6 +20,7 @@ from torch import Tensor
 from gradtrail.errors import StoreError
 from gradtrail.files import (
     FileSum,
+    crc32,
     encode_header,
     header_entries,
     join_sums,
@@ -29,7 +29,7 @@ from gradtrail.files import (
 )
 from gradtrail.store.layout import Layout, TensorSpec
 from gradtrail.store.pages import bring_in
-from gradtrail.store.shard_file import ShardFile
+from gradtrail.store.shard_file import ShardFile, WriteBuffer
 
 __all__ = ["Shard", "ShardWriter", "tensor_in"]
 
@@ -113,9 +113,9 @@ class Shard:
             head = file.read(self.data_start)
             if head != pad_header(_head(self.layouts), self.data_start):
                 raise StoreError(_damaged(self, "a header that its records contradict"))
-            crc, buffer = zlib.crc32(head), memoryview(bytearray(_CHUNK))
+            crc, buffer = crc32(head), memoryview(bytearray(_CHUNK))
             while count := file.readinto(buffer):
-                crc = zlib.crc32(buffer[:count], crc)
+                crc = crc32(buffer[:count], crc)
         if crc != self.total.crc32:
             raise StoreError(_damaged(self, f"checksum {crc} where {self.total.crc32} was written"))
 
@@ -192,7 +192,14 @@ class ShardWriter:
     """A shard under a temporary name, to which records are added."""
 
     def __init__(
-        self, folder: Path, name: str, shard_bytes: int, first: Layout, *, outlasts: bool
+        self,
+        folder: Path,
+        name: str,
+        shard_bytes: int,
+        first: Layout,
+        *,
+        outlasts: bool,
+        buffer: WriteBuffer | None = None,
     ) -> None:
         """Begin a file.
 
@@ -206,6 +213,7 @@ class ShardWriter:
             shard_bytes: Bytes that it is meant to have.
             first: Layout of the first record.
             outlasts: Whether it outlasts the process, and so is flushed to the disk.
+            buffer: Memory to write from, which no other file uses meanwhile; None: its own.
         """
         self.folder, self.name = folder, name
         self._outlasts = outlasts
@@ -214,7 +222,10 @@ class ShardWriter:
         self._reserved = -(-wanted // _PAGE) * _PAGE
         path = folder / f"{name}.tmp"
         self._file = ShardFile(
-            path, self._reserved, direct=outlasts and first.stride >= _DIRECT_RECORD
+            path,
+            self._reserved,
+            direct=outlasts and first.stride >= _DIRECT_RECORD,
+            buffer=buffer,
         )
         self.shard = Shard(path, name, [], None)
         self.shard.data_start = self._reserved
@@ -261,7 +272,7 @@ class ShardWriter:
         if self._outlasts:
             self._file.sync()
         size, crc = self._file.num_bytes, self._file.crc32
-        total = FileSum(len(head) + size, join_sums(zlib.crc32(head), crc, size))
+        total = FileSum(len(head) + size, join_sums(crc32(head), crc, size))
         self.shard.rename(lambda: self._give_name(len(head), total))
         self._file.close()
         if self._outlasts:

@@ -27,7 +27,8 @@ class Job:
     """A block that waits to be written.
 
     Attributes:
-        block: The block, on the host; on its way there until the events have come.
+        block: The block, on the host, its layers in a dict of its own; on its way there until the
+            events have come.
         meta: What to record with it.
         num_bytes: Bytes that it holds.
         events: One a device that it comes from.
@@ -233,7 +234,8 @@ def _work(queue: Queue, store: GradientStore) -> None:
         try:
             for event in job.events:
                 event.synchronize()
-            store.append(job.block, meta=job.meta)
+            # the pass wants each tensor's memory back: what it gets anew must be cleared first
+            store.append(job.block, meta=job.meta, consume=True)
         except BaseException as error:  # noqa: BLE001  # raised by the thread that submitted
             queue.fail(error)
             return
