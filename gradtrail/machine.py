@@ -1,4 +1,4 @@
-"""What the machine has to spare."""
+"""What the machine is and has to spare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["free_bytes", "group_bytes"]
+__all__ = ["cpu_vendor", "free_bytes", "group_bytes"]
 
 _UNKNOWN = 8 << 30
 _NO_LIMIT = 1 << 62  # version 1 says "none" by the largest number of whole pages
@@ -105,4 +105,21 @@ def _field(path: Path, name: str) -> int | None:
         words = line.split()
         if words and words[0] == name:
             return int(words[1])
+    return None
+
+
+def cpu_vendor(root: Path = Path("/")) -> str | None:
+    """Say who made the processor, on Linux.
+
+    Args:
+        root: Where ``proc`` is found.
+
+    Returns:
+        The name it gives itself, as ``"GenuineIntel"`` or ``"AuthenticAMD"``; None where the
+        system does not tell.
+    """
+    for line in _text(root / "proc" / "cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip() or None
     return None

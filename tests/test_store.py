@@ -2392,3 +2392,25 @@ def test_public_names():
     assert gradtrail.GradientStore is gradtrail.store.GradientStore is GradientStore
     assert {"GradientStore", "StoreError"} <= set(gradtrail.__all__)
     assert {"GradientStore", "StepStore", "BackgroundWriter"} <= set(gradtrail.store.__all__)
+
+
+@pytest.mark.parametrize("height", [333, 1999999], ids=["small", "mapped by itself"])
+@pytest.mark.parametrize("widths", [(3, 5), (4, 4), (1, 7)])
+def test_what_is_read_lies_where_its_products_do_not_depend_on_the_file(widths, height, tmp_path):
+    torch.manual_seed(0)
+    with GradientStore(tmp_path / "a") as store:
+        store.define(id_scheme="index")
+        written = []
+        for step in range(3):
+            layers = {
+                f"layer.{width}": DenseGradient(torch.randn(1, height * width), (height, width))
+                for width in widths
+            }
+            store.append(GradientBlock(step, (step,), layers))
+            written.append(layers)
+    with GradientStore(tmp_path / "a", mode="read") as store:
+        for stored, layers in zip(store.blocks(), written, strict=True):
+            for name, gradient in layers.items():
+                tensor = stored.block.layers[name].values_bd
+                assert tensor.data_ptr() % 16 == 0
+                assert torch.equal(tensor, gradient.values_bd)

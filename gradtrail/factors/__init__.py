@@ -21,6 +21,7 @@ from gradtrail.factors.cost import (
 from gradtrail.factors.gram import GramMemo, cross_gram, position_gram
 from gradtrail.factors.materialize import materialize, to_dense, widen, write_dense
 from gradtrail.factors.norms import paired_products, squared_norm
+from gradtrail.factors.products import has_no_gaps, linear, outer_sums, product, suits_onednn
 from gradtrail.factors.projection import Projection, mask_coordinates, project
 from gradtrail.factors.types import (
     DenseGradient,
@@ -50,18 +51,23 @@ __all__ = [
     "concatenate",
     "cross_gram",
     "dense_size",
+    "has_no_gaps",
+    "linear",
     "map_tensors",
     "mask_coordinates",
     "materialize",
     "merge_uses",
     "move",
+    "outer_sums",
     "paired_products",
     "position_gram",
     "positions_of",
     "prefers_dense",
+    "product",
     "project",
     "select",
     "squared_norm",
+    "suits_onednn",
     "tensors_of",
     "to_dense",
     "widen",

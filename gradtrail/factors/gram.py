@@ -20,6 +20,7 @@ from gradtrail.factors.pieces import (
     long_products,
     one_dtype,
 )
+from gradtrail.factors.products import product
 from gradtrail.factors.types import (
     DenseGradient,
     EmbeddingFactors,
@@ -164,7 +165,7 @@ def _added(terms: object) -> Tensor:
 
 def _token_gram(x_bsk: Tensor, y_qtk: Tensor) -> Tensor:
     x_bsk, y_qtk = one_dtype(x_bsk, y_qtk)
-    return x_bsk.flatten(0, 1) @ y_qtk.flatten(0, 1).t()
+    return product(x_bsk.flatten(0, 1), y_qtk.flatten(0, 1).t())
 
 
 def _linear_gram(

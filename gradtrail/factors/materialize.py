@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrail.factors.cost import accumulation_dtype
+from gradtrail.factors.products import outer_sums
 from gradtrail.factors.types import (
     DenseGradient,
     EmbeddingFactors,
@@ -85,7 +86,7 @@ def write_dense(gradient: LayerGradient, out_bd: Tensor) -> None:
         out_bd.copy_(to_dense(gradient).values_bd)
         return
     o, i = g_bso.shape[2], a_bsi.shape[2]
-    torch.bmm(g_bso.transpose(1, 2), a_bsi, out=out_bd[:, : o * i].unflatten(1, (o, i)))
+    outer_sums(g_bso, a_bsi, out_bd[:, : o * i].unflatten(1, (o, i)))
     if gradient.has_bias:
         torch.sum(_times_constant(gradient, g_bso), 1, out=out_bd[:, o * i :])
 
@@ -99,7 +100,7 @@ def _dense_linear(x: LinearFactors) -> DenseGradient:
     if width == 0:
         weight_bd = g_bso.new_zeros(b, 0)
     elif x.groups == 1:
-        weight_bd = torch.bmm(g_bso.transpose(1, 2), a_bsi).view(b, o * i)
+        weight_bd = outer_sums(g_bso, a_bsi).view(b, o * i)
     else:
         g = g_bso.view(b, s, x.groups, o // x.groups).permute(0, 2, 3, 1)
         a = a_bsi.view(b, s, x.groups, width).transpose(1, 2)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradtrail.hooks.linear_products import linear_forward
 from gradtrail.hooks.rotary import rotary_forward
 
 __all__ = ["fuse_elementwise"]
@@ -33,9 +34,11 @@ def fuse_elementwise(model: nn.Module, stack: ExitStack) -> None:
         stack: Takes the way back.
     """
     for module in model.modules():
-        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001
+        if "forward" in vars(module):
             continue
-        fused = _fused_forward(module)
+        fused = linear_forward(module)
+        if fused is None and not module._forward_hooks and not module._forward_pre_hooks:  # noqa: SLF001
+            fused = _fused_forward(module)
         if fused is not None:
             stack.callback(vars(module).pop, "forward", None)
             module.forward = fused

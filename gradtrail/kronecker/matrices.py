@@ -11,7 +11,15 @@ import math
 import torch
 from torch import Tensor
 
-from gradtrail.factors import DenseGradient, LayerGradient, LinearFactors, widen
+from gradtrail.factors import (
+    DenseGradient,
+    LayerGradient,
+    LinearFactors,
+    outer_sums,
+    product,
+    suits_onednn,
+    widen,
+)
 from gradtrail.kronecker.covariance import linear_parts
 
 __all__ = ["Scratch", "from_matrices", "to_matrices", "turn_factors", "turned_matrices"]
@@ -171,8 +179,9 @@ def _multiplied(x_bsk: Tensor, matrix_gkm: Tensor, scratch: Scratch | None, use:
     groups, _, m = matrix_gkm.shape
     matrix_gkm = matrix_gkm.to(x_bsk.dtype)
     if groups == 1:
-        if scratch is None:
-            return x_bsk @ matrix_gkm[0]
+        count = x_bsk.numel() * m
+        if scratch is None or suits_onednn(count, x_bsk, matrix_gkm):
+            return product(x_bsk.flatten(0, 1), matrix_gkm[0]).view(*x_bsk.shape[:2], m)
         y_bsm = scratch.take(use, (*x_bsk.shape[:2], m), x_bsk)
         torch.mm(x_bsk.flatten(0, 1), matrix_gkm[0], out=y_bsm.view(-1, m))
         return y_bsm
@@ -186,11 +195,9 @@ def _written(part: LinearFactors, out: Tensor | None) -> Tensor:
     b, s, _ = part.activation_bsi.shape
     groups = part.groups
     if groups == 1:
-        g_bos = part.output_gradient_bso.transpose(1, 2)
-        if out is None:
-            return torch.bmm(g_bos, part.activation_bsi).unsqueeze(1)
-        torch.bmm(g_bos, part.activation_bsi, out=out[:, 0])
-        return out
+        into = None if out is None else out[:, 0]
+        written_boi = outer_sums(part.output_gradient_bso, part.activation_bsi, into)
+        return written_boi.unsqueeze(1) if out is None else out
     g_bgos = part.output_gradient_bso.view(b, s, groups, -1).permute(0, 2, 3, 1)
     a_bgsi = part.activation_bsi.view(b, s, groups, -1).transpose(1, 2)
     return torch.matmul(g_bgos, a_bgsi)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrail.errors import CurvatureError
+from gradtrail.factors import linear, suits_onednn
 from gradtrail.kronecker.damping import Damping, inverted
 
 __all__ = ["add_products", "check_finite", "damped_inverse", "decompose", "mirror", "trace_mean"]
@@ -28,10 +29,15 @@ def add_products(sum_kk: Tensor, x_tk: Tensor) -> None:
         x_tk: Rows. Shape ``[t, k]``.
     """
     width = x_tk.shape[1]
+    onednn = suits_onednn(_STRIP * x_tk.numel(), x_tk)
+    x_kt = x_tk.t().contiguous() if onednn else None  # of which any rows lie without gaps
     strip = _STRIP if x_tk.device.type == "cpu" else width
     for start in range(0, width, max(1, strip)):
         stop = min(width, start + strip)
-        sum_kk[start:stop, start:].addmm_(x_tk[:, start:stop].t(), x_tk[:, start:])
+        if x_kt is None:
+            sum_kk[start:stop, start:].addmm_(x_tk[:, start:stop].t(), x_tk[:, start:])
+        else:
+            sum_kk[start:stop, start:].add_(linear(x_kt[start:stop], x_kt[start:]))
 
 
 def mirror(sum_gkk: Tensor) -> Tensor:

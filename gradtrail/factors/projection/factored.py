@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from gradtrail.factors.materialize import widen
+from gradtrail.factors.products import product
 from gradtrail.factors.projection._random import gaussian, generator_for
 from gradtrail.factors.projection.dense import project_dense
 from gradtrail.factors.projection.options import Projection
@@ -62,17 +62,20 @@ def _project_linear(name: str, x: LinearFactors, projection: Projection) -> Line
         p_ki = _matrix(name, "input", width, projection).to(a_bsi)
         a_bsi, has_bias = _affine(a_bsi, p_ki, x.has_bias), False
     if g_bso.shape[2] > projection.dim:
-        g_bso = g_bso @ _matrix(name, "output", g_bso.shape[2], projection).to(g_bso).t()
+        p_ko = _matrix(name, "output", g_bso.shape[2], projection).to(g_bso)
+        g_bso = _projected(g_bso, p_ko)
     return LinearFactors(a_bsi, g_bso, has_bias)
 
 
 def _affine(a_bsi: Tensor, p_ki: Tensor, has_bias: bool) -> Tensor:  # noqa: FBT001
     """Multiply ``[a, 1]`` by the matrix without joining the one."""
     if not has_bias:
-        return a_bsi @ p_ki.t()
-    return torch.addmm(p_ki[:, -1], a_bsi.flatten(0, 1), p_ki[:, :-1].t()).view(
-        *a_bsi.shape[:2], p_ki.shape[0]
-    )
+        return _projected(a_bsi, p_ki)
+    return _projected(a_bsi, p_ki[:, :-1]).add_(p_ki[:, -1])
+
+
+def _projected(x_bsm: Tensor, p_km: Tensor) -> Tensor:
+    return product(x_bsm.flatten(0, 1), p_km.t()).view(*x_bsm.shape[:2], p_km.shape[0])
 
 
 def _project_table(name: str, x: EmbeddingFactors, projection: Projection) -> LayerGradient:
@@ -81,7 +84,7 @@ def _project_table(name: str, x: EmbeddingFactors, projection: Projection) -> La
     if x.padding_idx is not None:
         g_bso = g_bso * (x.index_bs != x.padding_idx).unsqueeze(-1)
     if g_bso.shape[2] > projection.dim:
-        g_bso = g_bso @ _matrix(name, "input", g_bso.shape[2], projection).to(g_bso).t()
+        g_bso = _projected(g_bso, _matrix(name, "input", g_bso.shape[2], projection).to(g_bso))
     if x.num_embeddings <= projection.dim:
         return EmbeddingFactors(x.index_bs, g_bso, x.num_embeddings)
     p_vk = _matrix(name, "output", x.num_embeddings, projection).to(g_bso).t()

@@ -1,0 +1,142 @@
+"""Matrix products on processors of which PyTorch's first choice leaves half idle.
+
+PyTorch multiplies float32 matrices with MKL. On processors that are not Intel's, MKL keeps to
+vectors of 256 bits, also where there are 512; oneDNN, which PyTorch brings as well, uses what the
+processor has. There, large enough products of this package go to oneDNN: the same float32
+multiplications and additions, rounded in another order. Everywhere else they go to
+``torch.mm`` and ``torch.bmm``, and so they do under
+``torch.backends.mkldnn.flags(enabled=False)``.
+
+Suffixes: m row, k inner side, n column, b example, s position, i layer input, o layer output.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gradtrail.machine import cpu_vendor
+
+__all__ = ["has_no_gaps", "linear", "outer_sums", "product", "suits_onednn"]
+
+_ENOUGH = 1 << 21  # multiplications from which on a call is worth its overhead
+# for products of one example each, which are copied to where they belong
+_ENOUGH_AN_EXAMPLE = 1 << 23
+_ENOUGH_POSITIONS = 64
+
+
+def suits_onednn(count: int, *tensors: Tensor) -> bool:
+    """Tell whether a product had better go to oneDNN, on this machine and in this state.
+
+    Args:
+        count: Number of multiplications.
+        tensors: What is multiplied; all must be plain float32 tensors on the CPU that no gradient
+            is asked of.
+
+    Returns:
+        Whether.
+    """
+    if count < _ENOUGH or not _onednn_is_faster() or not torch.backends.mkldnn.enabled:
+        return False
+    graph = torch.is_grad_enabled()
+    return all(
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and not (graph and tensor.requires_grad)
+        for tensor in tensors
+    )
+
+
+def linear(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None = None) -> Tensor:
+    """Compute ``x w^T + bias`` with oneDNN, where ``suits_onednn`` said yes.
+
+    Args:
+        x_mk: Rows; copied where they do not lie one after the other. Shape ``[m, k]``.
+        weight_nk: The other side, without gaps: it or its transpose is contiguous. With gaps
+            oneDNN takes a hundred times as long. Shape ``[n, k]``.
+        bias_n: Added to every row, or None. Shape ``[n]``.
+
+    Returns:
+        Shape ``[m, n]``.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x_mk, weight_nk, bias_n, "none", [], "")  # noqa: SLF001
+
+
+def product(x_mk: Tensor, y_kn: Tensor) -> Tensor:
+    """Multiply two matrices.
+
+    Which library does it depends on shapes alone, so that what was stored and read again gives the
+    same bits as what lay in memory with gaps.
+
+    Args:
+        x_mk: Left. Shape ``[m, k]``.
+        y_kn: Right. Shape ``[k, n]``.
+
+    Returns:
+        Shape ``[m, n]``.
+    """
+    if suits_onednn(x_mk.shape[0] * y_kn.numel(), x_mk, y_kn):
+        if has_no_gaps(x_mk) and not has_no_gaps(y_kn):
+            return linear(y_kn.t(), x_mk).t()  # rows may have gaps: the same numbers
+        return linear(x_mk, y_kn.t() if has_no_gaps(y_kn) else y_kn.t().contiguous())
+    return x_mk @ y_kn
+
+
+def outer_sums(g_bso: Tensor, a_bsi: Tensor, out_boi: Tensor | None = None) -> Tensor:
+    r"""Compute :math:`\sum_s g_{bs} a_{bs}^T` of every example.
+
+    Args:
+        g_bso: Left factors. Shape ``[b, s, o]``.
+        a_bsi: Right factors, of the same dtype. Shape ``[b, s, i]``.
+        out_boi: Where to, or None. Shape ``[b, o, i]``.
+
+    Returns:
+        Shape ``[b, o, i]``.
+    """
+    b, s, o = g_bso.shape
+    count = s * o * a_bsi.shape[2]
+    enough = b > 0 and s >= _ENOUGH_POSITIONS and count >= _ENOUGH_AN_EXAMPLE
+    if not (enough and suits_onednn(count, g_bso, a_bsi)):
+        return torch.bmm(g_bso.transpose(1, 2), a_bsi, out=out_boi)
+    if out_boi is None:
+        out_boi = g_bso.new_empty(b, o, a_bsi.shape[2])
+    if not has_no_gaps(a_bsi[0]):
+        a_bsi = a_bsi.contiguous()
+    lefts, rights = g_bso.transpose(1, 2).unbind(), a_bsi.transpose(1, 2).unbind()
+    for left_os, right_is, out_oi in zip(lefts, rights, out_boi.unbind(), strict=True):
+        out_oi.copy_(linear(left_os, right_is))
+    return out_boi
+
+
+def has_no_gaps(matrix: Tensor) -> bool:
+    """Tell whether a matrix or its transpose is contiguous."""
+    return matrix.is_contiguous() or matrix.t().is_contiguous()
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    """Whether MKL leaves this processor's wide vectors alone and oneDNN is there and right."""
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    if not wide or cpu_vendor() in {None, "GenuineIntel"} or not torch.backends.mkl.is_available():
+        return False
+    if not torch.backends.mkldnn.is_available() or not hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
+        return False
+    return _is_right()
+
+
+def _is_right() -> bool:
+    """Whether oneDNN's product of a small example is the product, also of strided sides."""
+    x_mk = torch.arange(35, dtype=torch.float32).sin_().view(7, 5).t()
+    y_kn = torch.arange(21, dtype=torch.float32).cos_().view(7, 3)
+    try:
+        got = linear(x_mk, y_kn.t(), torch.ones(3))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    expected = x_mk.double() @ y_kn.double() + 1
+    return math.isclose(float((got - expected).abs().max()), 0, abs_tol=1e-5)
