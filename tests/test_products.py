@@ -1,5 +1,9 @@
 """Products that go to oneDNN where it is faster: the same numbers, and nothing left behind."""
 
+import copy
+from contextlib import ExitStack
+from inspect import signature
+
 import pytest
 import torch
 from models import build, text_rows
@@ -10,6 +14,7 @@ import gradtrail
 from gradtrail.factors import LinearFactors, cross_gram, outer_sums, product, products, to_dense
 from gradtrail.factors.pieces import long_products
 from gradtrail.hooks import linear_products
+from gradtrail.hooks.fused import fuse_elementwise
 from gradtrail.kronecker.symmetric import add_products, mirror
 from gradtrail.machine import cpu_vendor
 
@@ -27,13 +32,12 @@ def onednn(monkeypatch):
     seen = []
 
     def counted(x_mk, weight_nk, bias_n=None):
-        assert products.has_no_gaps(weight_nk)
         seen.append((tuple(x_mk.shape), tuple(weight_nk.shape)))
         return run(x_mk, weight_nk, bias_n)
 
     run = products.linear
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
-    for name in ("_ENOUGH", "_ENOUGH_AN_EXAMPLE", "_ENOUGH_POSITIONS"):
+    monkeypatch.setattr(products, "_is_faster_here", lambda: True)
+    for name in ("_ENOUGH", "_ENOUGH_ROWS", "_ENOUGH_AN_EXAMPLE", "_ENOUGH_POSITIONS"):
         monkeypatch.setattr(products, name, 1)
     for module in (products, linear_products, symmetric_module()):
         monkeypatch.setattr(module, "linear", counted)
@@ -113,36 +117,77 @@ def test_sums_of_products_are_symmetric_and_right(onednn, width):
 
 
 @needs_onednn
-@pytest.mark.parametrize("gaps", [False, True])
-@pytest.mark.parametrize("rows", [3, 40])
-def test_long_rows_are_copied_out_of_wider_ones_for_many_only(onednn, rows, gaps):
+@pytest.mark.parametrize("entries", [9000, 1 << 18])
+def test_very_long_rows_keep_their_digits(onednn, entries):
     torch.manual_seed(0)
-    x, y = torch.randn(rows, 9000), torch.randn(4, 9000 + gaps)[:, :9000]
-    got = long_products(x, y)
-    torch.testing.assert_close(got.double(), x.double() @ y.double().t(), rtol=1e-4, atol=1e-3)
-    assert len(onednn) == int(rows == 40 or not gaps)
+    x, y = torch.rand(40, entries), torch.rand(4, entries + 1)[:, :entries]
+    torch.testing.assert_close(
+        long_products(x, y).double(), x.double() @ y.double().t(), rtol=1e-6, atol=0
+    )
+    assert len(onednn) == int(entries == 9000)
 
 
 @needs_onednn
 def test_what_onednn_is_not_asked_for(onednn):
     x = torch.randn(4, 4)
-    assert products.suits_onednn(64, x, x)
-    assert not products.suits_onednn(0, x)
-    for other in (x.double(), x.bfloat16(), x.to("meta"), x.clone().requires_grad_(), Labelled(x)):
-        assert not products.suits_onednn(64, x, other)
-        assert products.suits_onednn(64, x, nn.Parameter(x, requires_grad=False))
+    assert products.suits_onednn(4, 64, x, x)
+    assert not products.suits_onednn(4, 0, x)
+    assert not products.suits_onednn(0, 64, x)
+    others = [x.double(), x.bfloat16(), x.to("meta"), x.clone().requires_grad_(), Labelled(x)]
+    others += [x.to_sparse(), x.to_mkldnn()]
+    for other in others:
+        assert not products.suits_onednn(4, 64, x, other)
+    assert products.suits_onednn(4, 64, x, nn.Parameter(x, requires_grad=False))
     with torch.no_grad():
-        assert products.suits_onednn(64, nn.Parameter(x))
-    was = torch.backends.mkldnn.enabled
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        assert not products.suits_onednn(64, x, x)
-    finally:
-        torch._C._set_mkldnn_enabled(was)
+        assert products.suits_onednn(4, 64, nn.Parameter(x))
     graph = torch.randn(4, 4, requires_grad=True)
     product(graph, x).sum().backward()
     torch.testing.assert_close(graph.grad, x.sum(1).expand(4, 4))
     assert not onednn
+
+
+@needs_onednn
+def test_settings_of_pytorch_are_kept_to(onednn):
+    x = torch.randn(4, 4)
+    was = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        product(x, x)
+        assert linear_products.linear_forward(nn.Linear(4, 4)) is None
+    finally:
+        torch._C._set_mkldnn_enabled(was)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        product(x, x)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not onednn
+    product(x, x)
+    assert len(onednn) == 1
+
+
+@needs_onednn
+def test_shapes_that_do_not_fit_are_refused_by_pytorch_in_its_words(onednn):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        product(torch.randn(3, 6), torch.randn(5, 4))
+    g, a = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    for given in ((g, a[:, :2]), (g, a[:1])):
+        with pytest.raises(RuntimeError, match="batch"):
+            outer_sums(*given)
+    with pytest.raises(RuntimeError, match="dtype"):
+        outer_sums(g, a, torch.empty(2, 4, 5, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear_products.linear_forward(nn.Linear(5, 4).requires_grad_(False))(torch.randn(3, 6))
+    assert not onednn
+
+
+@needs_onednn
+def test_outer_sums_of_large_layers_come_in_strips(onednn, monkeypatch):
+    monkeypatch.setattr(products, "_STRIP", 14)
+    g, a = torch.randn(2, 3, 5), torch.randn(2, 3, 7)
+    expected = torch.einsum("bso,bsi->boi", g, a)
+    torch.testing.assert_close(outer_sums(g, a), expected, **SINGLE)
+    assert [x for x, _ in onednn] == [(2, 3), (2, 3), (1, 3)] * 2
 
 
 class Labelled(torch.Tensor):
@@ -164,7 +209,7 @@ def test_the_processor_decides(monkeypatch, vendor, capability, expected):
     monkeypatch.setattr(products, "cpu_vendor", lambda: vendor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert products._onednn_is_faster.__wrapped__() is expected
+    assert products._is_faster_here.__wrapped__() is expected
 
 
 @needs_onednn
@@ -180,7 +225,7 @@ def test_onednn_that_is_not_right_is_not_used(monkeypatch, fault):
     else:
         wrong = F.linear if fault == "wrong" else raising
         monkeypatch.setattr(products, "linear", lambda x, w, b: wrong(x, w, 2 * b))
-    assert products._onednn_is_faster.__wrapped__() is False
+    assert products._is_faster_here.__wrapped__() is False
 
 
 @pytest.mark.parametrize(
@@ -221,20 +266,124 @@ def test_a_linear_layer_and_its_input_gradient(onednn, kind, shape):
         found.append((y, *torch.autograd.grad((y**2).sum(), one)))
     for mine, own in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(mine, own)
-    assert len(onednn) == (2 if x.numel() else 0)
+    assert len(onednn) == (2 if x.numel() and x.dim() > 1 else 0)
     with torch.no_grad():
         assert not forward(x).requires_grad
 
 
 @needs_onednn
-@pytest.mark.usefixtures("onednn")
-def test_a_gradient_of_an_input_gradient_is_refused():
+@pytest.mark.parametrize("kind", [nn.Linear, conv1d])
+def test_gradients_of_input_gradients(onednn, kind):
+    torch.manual_seed(0)
+    layer = kind(5, 4).requires_grad_(False)
+    layer.weight.normal_()
+    forward, x = linear_products.linear_forward(layer), torch.randn(3, 5)
+    found = [
+        torch.autograd.functional.hessian(lambda v, run=run: (run(v) ** 3).sum(), x)
+        for run in (layer, forward)
+    ]
+    assert found[0].abs().max() > 0.1
+    torch.testing.assert_close(found[1], found[0])
+    assert onednn
+
+
+@needs_onednn
+def test_the_result_may_be_changed_in_place(onednn):
     layer = nn.Linear(5, 4).requires_grad_(False)
-    x = torch.randn(3, 5, requires_grad=True)
-    y = linear_products.linear_forward(layer)(x)
-    (first,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    forward = linear_products.linear_forward(layer)
+    for x in (torch.randn(3, 5, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True)):
+        expected = torch.autograd.grad((layer(x) * 2).relu().sum(), x)[0]
+        y = forward(x)
+        y *= 2
+        y.relu_()
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
+    assert onednn
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    "bias",
+    [torch.arange(8.0)[::2], torch.ones(1).expand(4), torch.ones(1), torch.ones(1, 4)],
+    ids=["strided", "expanded", "one", "row"],
+)
+def test_biases_that_are_no_plain_row(onednn, bias):
+    layer = nn.Linear(5, 4).requires_grad_(False)
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(linear_products.linear_forward(layer)(x), layer(x))
+    assert not onednn
+
+
+@needs_onednn
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_inside_transforms_and_tracers_the_own_forward_runs(onednn):
+    layer = nn.Linear(5, 4).requires_grad_(False)
+    forward, x = linear_products.linear_forward(layer), torch.randn(3, 5)
+    torch.testing.assert_close(torch.func.vmap(forward)(x), layer(x))
+    got = torch.func.jvp(forward, (x,), (x,))
+    torch.testing.assert_close(got[1], x @ layer.weight.t())
+    with torch.autograd.forward_ad.dual_level():
+        dual = forward(torch.autograd.forward_ad.make_dual(x, x))
+        assert torch.autograd.forward_ad.unpack_dual(dual).tangent is not None
+    assert not onednn
+    forward(x)
+    assert len(onednn) == 1
+
+
+@needs_onednn
+def test_what_is_not_strided_goes_the_own_way(onednn):
+    layer, x = nn.Linear(5, 4).requires_grad_(False), torch.randn(3, 5)
+    forward = linear_products.linear_forward(layer)
+    torch.testing.assert_close(forward(x.to_sparse()), layer(x))
+    nested = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+    torch.testing.assert_close(forward(nested).unbind()[1], layer(x[:2]))
+    assert not onednn
+
+
+class Vmapped(nn.Module):
+    """Transforms layers in its forward, a norm of the Llama kind among them."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 6), norm, nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.last(torch.func.vmap(lambda row: self.norm(self.first(row)))(x))
+
+
+@needs_onednn
+@pytest.mark.usefixtures("onednn")
+def test_a_model_that_transforms_its_layers():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    torch.manual_seed(0)
+    model, rows = Vmapped(LlamaRMSNorm(6)), [(torch.randn(5), torch.tensor(1)) for _ in range(4)]
+    given = {"layers": ["last"], "batch_size": 2, "progress": False}
+    found = gradtrail.attribute(model, rows, rows[:2], **given).values
+    exact = gradtrail.attribute(
+        model.double(),
+        [(x.double(), y) for x, y in rows],
+        [(x.double(), y) for x, y in rows[:2]],
+        **given,
+    ).values
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+
+
+@needs_onednn
+def test_a_copy_made_during_a_pass_has_its_own_weights(onednn):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    model = nn.Sequential(nn.Linear(5, 5), LlamaRMSNorm(5)).requires_grad_(False)
+    with ExitStack() as stack:
+        fuse_elementwise(model, stack)
+        assert signature(model[0].forward) == signature(nn.Linear(5, 5).forward)
+        copied = copy.deepcopy(model)
+    copied[0].weight.zero_()
+    copied[0].bias.fill_(1)
+    copied[1].weight.fill_(2)
+    torch.testing.assert_close(copied(torch.randn(3, 5)), torch.full((3, 5), 2.0))
+    assert onednn
+    assert "forward" not in vars(model[0])
 
 
 class Doubling(nn.Linear):

@@ -21,7 +21,7 @@ from gradtrail.factors.cost import (
 from gradtrail.factors.gram import GramMemo, cross_gram, position_gram
 from gradtrail.factors.materialize import materialize, to_dense, widen, write_dense
 from gradtrail.factors.norms import paired_products, squared_norm
-from gradtrail.factors.products import has_no_gaps, linear, outer_sums, product, suits_onednn
+from gradtrail.factors.products import linear, onednn_is_faster, outer_sums, product, suits_onednn
 from gradtrail.factors.projection import Projection, mask_coordinates, project
 from gradtrail.factors.types import (
     DenseGradient,
@@ -51,13 +51,13 @@ __all__ = [
     "concatenate",
     "cross_gram",
     "dense_size",
-    "has_no_gaps",
     "linear",
     "map_tensors",
     "mask_coordinates",
     "materialize",
     "merge_uses",
     "move",
+    "onednn_is_faster",
     "outer_sums",
     "paired_products",
     "position_gram",

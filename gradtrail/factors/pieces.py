@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from gradtrail.factors.materialize import widen
-from gradtrail.factors.products import has_no_gaps, outer_sums, product, suits_onednn
+from gradtrail.factors.products import outer_sums, product, suits_onednn
 from gradtrail.factors.types import DenseGradient, LinearFactors
 
 __all__ = ["WriteSpace", "gram_in_pieces", "is_wide", "long_products", "one_dtype"]
 
 _WIDE = 1 << 22  # entries of all examples from which on they leave the cache: 16 MiB in float32
 _PIECE = 1 << 20  # entries of all examples that are written at a time: 4 MiB
-_COPIED = 32  # first rows from which on it pays to copy the second out of wider ones
+_ONE_SUM = 1 << 17  # entries that oneDNN adds up one after the other: more lose digits
 _ROWS = 64  # of an example's matrix: products of fewer rows are slower
 
 
@@ -108,10 +108,9 @@ def long_products(x_bd: Tensor, y_qd: Tensor) -> Tensor:
     Returns:
         Shape ``[b, q]``.
     """
-    worth_copies = has_no_gaps(y_qd) or x_bd.shape[0] >= _COPIED
-    if worth_copies and suits_onednn(x_bd.numel() * y_qd.shape[0], x_bd, y_qd):
+    rows, d = x_bd.shape
+    if d <= _ONE_SUM and suits_onednn(rows, x_bd.numel() * y_qd.shape[0], x_bd, y_qd):
         return product(x_bd, y_qd.t())
-    d = x_bd.shape[1]
     pieces = d // 1024
     if pieces < 8 or x_bd.shape[0] * y_qd.shape[0] > 4096:
         return x_bd @ y_qd.t()

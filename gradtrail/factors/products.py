@@ -20,18 +20,21 @@ from torch import Tensor
 
 from gradtrail.machine import cpu_vendor
 
-__all__ = ["has_no_gaps", "linear", "outer_sums", "product", "suits_onednn"]
+__all__ = ["linear", "onednn_is_faster", "outer_sums", "product", "suits_onednn"]
 
 _ENOUGH = 1 << 21  # multiplications from which on a call is worth its overhead
+_ENOUGH_ROWS = 32  # of the left side: for fewer the right one is laid out in vain
 # for products of one example each, which are copied to where they belong
 _ENOUGH_AN_EXAMPLE = 1 << 23
 _ENOUGH_POSITIONS = 64
+_STRIP = 1 << 22  # entries that are made beside the place they belong to
 
 
-def suits_onednn(count: int, *tensors: Tensor) -> bool:
+def suits_onednn(rows: int, count: int, *tensors: Tensor) -> bool:
     """Tell whether a product had better go to oneDNN, on this machine and in this state.
 
     Args:
+        rows: Number of rows of the left side.
         count: Number of multiplications.
         tensors: What is multiplied; all must be plain float32 tensors on the CPU that no gradient
             is asked of.
@@ -39,13 +42,15 @@ def suits_onednn(count: int, *tensors: Tensor) -> bool:
     Returns:
         Whether.
     """
-    if count < _ENOUGH or not _onednn_is_faster() or not torch.backends.mkldnn.enabled:
+    if count < _ENOUGH or rows < _ENOUGH_ROWS or not onednn_is_faster():
         return False
     graph = torch.is_grad_enabled()
     return all(
-        tensor.dtype == torch.float32
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.dtype == torch.float32
         and tensor.device.type == "cpu"
-        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_nested
+        and tensor.layout == torch.strided
         and not (graph and tensor.requires_grad)
         for tensor in tensors
     )
@@ -56,13 +61,15 @@ def linear(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None = None) -> Ten
 
     Args:
         x_mk: Rows; copied where they do not lie one after the other. Shape ``[m, k]``.
-        weight_nk: The other side, without gaps: it or its transpose is contiguous. With gaps
-            oneDNN takes a hundred times as long. Shape ``[n, k]``.
-        bias_n: Added to every row, or None. Shape ``[n]``.
+        weight_nk: The other side; copied where neither it nor its transpose is contiguous, as
+            oneDNN takes a hundred times as long with gaps. Shape ``[n, k]``.
+        bias_n: Added to every row, contiguous, or None. Shape ``[n]``.
 
     Returns:
         Shape ``[m, n]``.
     """
+    if not (weight_nk.is_contiguous() or weight_nk.t().is_contiguous()):
+        weight_nk = weight_nk.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x_mk, weight_nk, bias_n, "none", [], "")  # noqa: SLF001
 
 
@@ -79,10 +86,9 @@ def product(x_mk: Tensor, y_kn: Tensor) -> Tensor:
     Returns:
         Shape ``[m, n]``.
     """
-    if suits_onednn(x_mk.shape[0] * y_kn.numel(), x_mk, y_kn):
-        if has_no_gaps(x_mk) and not has_no_gaps(y_kn):
-            return linear(y_kn.t(), x_mk).t()  # rows may have gaps: the same numbers
-        return linear(x_mk, y_kn.t() if has_no_gaps(y_kn) else y_kn.t().contiguous())
+    m, k = x_mk.shape
+    if k == y_kn.shape[0] and suits_onednn(m, m * y_kn.numel(), x_mk, y_kn):
+        return linear(x_mk, y_kn.t())
     return x_mk @ y_kn
 
 
@@ -92,33 +98,42 @@ def outer_sums(g_bso: Tensor, a_bsi: Tensor, out_boi: Tensor | None = None) -> T
     Args:
         g_bso: Left factors. Shape ``[b, s, o]``.
         a_bsi: Right factors, of the same dtype. Shape ``[b, s, i]``.
-        out_boi: Where to, or None. Shape ``[b, o, i]``.
+        out_boi: Where to, of the same dtype, or None. Shape ``[b, o, i]``.
 
     Returns:
         Shape ``[b, o, i]``.
     """
     b, s, o = g_bso.shape
-    count = s * o * a_bsi.shape[2]
-    enough = b > 0 and s >= _ENOUGH_POSITIONS and count >= _ENOUGH_AN_EXAMPLE
-    if not (enough and suits_onednn(count, g_bso, a_bsi)):
+    i = a_bsi.shape[2]
+    count = s * o * i
+    enough = s >= _ENOUGH_POSITIONS and count >= _ENOUGH_AN_EXAMPLE
+    fits = a_bsi.shape[:2] == (b, s) and (out_boi is None or out_boi.shape == (b, o, i))
+    given = (g_bso, a_bsi) if out_boi is None else (g_bso, a_bsi, out_boi)
+    if not (enough and fits and suits_onednn(o, count, *given)):
         return torch.bmm(g_bso.transpose(1, 2), a_bsi, out=out_boi)
     if out_boi is None:
-        out_boi = g_bso.new_empty(b, o, a_bsi.shape[2])
-    if not has_no_gaps(a_bsi[0]):
-        a_bsi = a_bsi.contiguous()
-    lefts, rights = g_bso.transpose(1, 2).unbind(), a_bsi.transpose(1, 2).unbind()
-    for left_os, right_is, out_oi in zip(lefts, rights, out_boi.unbind(), strict=True):
-        out_oi.copy_(linear(left_os, right_is))
+        out_boi = g_bso.new_empty(b, o, i)
+    strip = max(_ENOUGH_ROWS, _STRIP // i)
+    for g_so, a_si, out_oi in zip(g_bso.unbind(), a_bsi.unbind(), out_boi.unbind(), strict=True):
+        for start in range(0, o, strip):
+            rows = slice(start, start + strip)
+            out_oi[rows] = linear(g_so[:, rows].t(), a_si.t())
     return out_boi
 
 
-def has_no_gaps(matrix: Tensor) -> bool:
-    """Tell whether a matrix or its transpose is contiguous."""
-    return matrix.is_contiguous() or matrix.t().is_contiguous()
+def onednn_is_faster() -> bool:
+    """Tell whether this machine and the state of PyTorch leave anything to oneDNN.
+
+    Returns:
+        False where ``torch.backends.mkldnn`` is switched off, or where products in float32 were
+        asked for at less than full precision, which is MKL's and oneDNN's own affair.
+    """
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return _is_faster_here() and torch.backends.mkldnn.enabled and exact
 
 
 @cache
-def _onednn_is_faster() -> bool:
+def _is_faster_here() -> bool:
     """Whether MKL leaves this processor's wide vectors alone and oneDNN is there and right."""
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     if not wide or cpu_vendor() in {None, "GenuineIntel"} or not torch.backends.mkl.is_available():

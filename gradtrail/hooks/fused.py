@@ -7,6 +7,7 @@ they run the same function in fewer sweeps; the result differs by rounding alone
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from gradtrail.hooks.linear_products import linear_forward
 from gradtrail.hooks.rotary import rotary_forward
+from gradtrail.hooks.transforms import is_transformed
 
 __all__ = ["fuse_elementwise"]
 
@@ -61,24 +63,26 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 def _rms_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """A Llama-style norm's forward, taken over once it has been seen to compute ``w x / rms``."""
     weight = module._parameters.get("weight")  # noqa: SLF001
-    eps = vars(module).get("variance_epsilon", vars(module).get("eps"))
-    if weight is None or not isinstance(eps, float) or weight.dtype not in _TOLERANCE:
+    if weight is None or not isinstance(_eps(module), float) or weight.dtype not in _TOLERANCE:
         return None
-    own = type(module).forward.__get__(module)
-    known = _SEEN.setdefault(module, {})
+    return types.MethodType(_fused_rms, module)
 
-    def forward(x: Tensor) -> Tensor:
-        weight = module.weight  # FSDP puts another in its place for a pass
-        if x.dtype != weight.dtype:
-            return own(x)
-        if x.dtype not in known:
-            with torch.no_grad():
-                expected, got = own(x), _RMSNorm.apply(x, weight, eps)
-            limit = _TOLERANCE[x.dtype] * expected.abs().amax()
-            known[x.dtype] = bool((got - expected).abs().amax() <= limit)
-        return _RMSNorm.apply(x, weight, eps) if known[x.dtype] else own(x)
 
-    return forward
+def _eps(module: nn.Module) -> object:
+    return vars(module).get("variance_epsilon", vars(module).get("eps"))
+
+
+def _fused_rms(self: nn.Module, x: Tensor) -> Tensor:
+    weight, own = self.weight, type(self).forward  # FSDP puts another weight there for a pass
+    if x.dtype != weight.dtype or is_transformed():
+        return own(self, x)
+    known = _SEEN.setdefault(self, {})
+    if x.dtype not in known:
+        with torch.no_grad():
+            expected, got = own(self, x), _RMSNorm.apply(x, weight, _eps(self))
+        limit = _TOLERANCE[x.dtype] * expected.abs().amax()
+        known[x.dtype] = bool((got - expected).abs().amax() <= limit)
+    return _RMSNorm.apply(x, weight, _eps(self)) if known[x.dtype] else own(self, x)
 
 
 class _RMSNorm(torch.autograd.Function):

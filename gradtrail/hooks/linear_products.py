@@ -2,19 +2,23 @@
 
 The forward and the output gradients of a live pass are matrix products with weights that are
 frozen; no weight gradient is asked for. Where this package's own products go to oneDNN, see
-``gradtrail.factors.products``, these do as well; the result differs by rounding alone.
+``gradtrail.factors.products``, these do as well; the result differs by rounding alone. Calls that
+are not of this plain kind, and those inside a transform of ``torch.func``, run the module's own
+forward.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from gradtrail.factors import has_no_gaps, linear, suits_onednn
+from gradtrail.factors import linear, onednn_is_faster, suits_onednn
+from gradtrail.hooks.transforms import is_transformed
 
 __all__ = ["linear_forward"]
 
@@ -26,32 +30,46 @@ def linear_forward(module: nn.Module) -> Callable[..., Tensor] | None:
         module: Any module.
 
     Returns:
-        The forward, or None where the module is no plain linear layer.
+        The bound forward, or None where the module is no plain linear layer or where oneDNN is no
+        faster.
     """
     cls = type(module)
     is_conv1d = cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
-    if cls is not nn.Linear and not is_conv1d:
+    if not onednn_is_faster() or not (is_conv1d or cls is nn.Linear):
         return None
-    own = cls.forward.__get__(module)
+    return types.MethodType(_exchanged(cls, transposed=is_conv1d), module)
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        weight, bias = module.weight, module.bias  # FSDP puts others in their place for a pass
-        if len(args) == 1 and not kwargs and _suits(args[0], weight, bias):
-            return _Linear.apply(args[0], weight.t() if is_conv1d else weight, bias)
-        return own(*args, **kwargs)
+
+@functools.cache
+def _exchanged(cls: type[nn.Module], *, transposed: bool) -> Callable[..., Tensor]:
+    """A class's forward whose products go to oneDNN where they suit it."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        if len(args) == 1 and not kwargs:
+            weight, bias = self.weight, self.bias  # FSDP puts others in their place for a pass
+            if _suits(args[0], weight, bias, transposed=transposed):
+                return _Linear.apply(args[0], weight.t() if transposed else weight, bias)
+        return cls.forward(self, *args, **kwargs)
 
     return forward
 
 
-def _suits(x: object, weight: Tensor, bias: Tensor | None) -> bool:
+def _suits(x: object, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> bool:
     """Whether a call is a product of plain matrices of which only the input may want a gradient."""
-    if type(x) is not Tensor or not x.dim() or torch.is_autocast_enabled("cpu"):
-        return False
     fixed = [weight] if bias is None else [weight, bias]
-    if any(tensor.requires_grad for tensor in fixed):
+    plain = type(x) is Tensor and not x.is_nested and x.layout == torch.strided
+    if not plain or x.dim() < 2 or any(tensor.requires_grad for tensor in fixed):
         return False
-    count = x.numel() * (weight.numel() // max(1, x.shape[-1]))
-    return suits_onednn(count, x.detach(), *fixed) and has_no_gaps(weight)
+    if torch.is_autocast_enabled("cpu") or is_transformed():
+        return False
+    rows = x.numel() // max(1, x.shape[-1])
+    if not suits_onednn(rows, rows * weight.numel(), x.detach(), *fixed):
+        return False
+    inputs, outputs = weight.shape if transposed else weight.shape[::-1]
+    fits = x.shape[-1] == inputs and (weight.is_contiguous() or weight.t().is_contiguous())
+    # oneDNN reads a bias as contiguous, whatever its stride
+    return fits and (bias is None or (bias.shape == (outputs,) and bias.stride() == (1,)))
 
 
 class _Linear(torch.autograd.Function):
@@ -60,13 +78,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:  # noqa: ANN401
         """Multiply."""
-        ctx.weight_oi = weight_oi
+        ctx.save_for_backward(weight_oi)
         y_no = linear(x.reshape(-1, x.shape[-1]), weight_oi, bias_o)
-        return y_no.view(*x.shape[:-1], weight_oi.shape[0])
+        # no view, as autograd counts them, so that it may be changed in place
+        return torch.ops.aten._unsafe_view(y_no, [*x.shape[:-1], y_no.shape[1]])  # noqa: SLF001
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        """``dx = g W``."""
-        for_x = linear(gradient.reshape(-1, gradient.shape[-1]), ctx.weight_oi.t())
-        return for_x.view(*gradient.shape[:-1], ctx.weight_oi.shape[1]), None, None
+        """``dx = g W``, which has a gradient itself."""
+        (weight_oi,) = ctx.saved_tensors
+        return _Linear.apply(gradient, weight_oi.t(), None), None, None

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gradtrail.hooks.transforms import is_transformed
+
 __all__ = ["rotary_forward"]
 
 _NAME = "apply_rotary_pos_emb"
@@ -146,7 +148,7 @@ def _exchanged(own: _Function) -> _Function:
 
 def _fits(*tensors: Tensor) -> bool:
     """Whether whole heads are turned by fixed angles, all in one dtype that is not narrowed."""
-    if not all(type(tensor) is Tensor for tensor in tensors):
+    if is_transformed() or not all(type(tensor) is Tensor for tensor in tensors):
         return False
     width, dtype = tensors[0].shape[-1], tensors[0].dtype
     one_kind = all(one.dtype == dtype and one.shape[-1] == width for one in tensors)

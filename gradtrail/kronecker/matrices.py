@@ -179,8 +179,8 @@ def _multiplied(x_bsk: Tensor, matrix_gkm: Tensor, scratch: Scratch | None, use:
     groups, _, m = matrix_gkm.shape
     matrix_gkm = matrix_gkm.to(x_bsk.dtype)
     if groups == 1:
-        count = x_bsk.numel() * m
-        if scratch is None or suits_onednn(count, x_bsk, matrix_gkm):
+        rows = x_bsk.shape[0] * x_bsk.shape[1]
+        if scratch is None or suits_onednn(rows, x_bsk.numel() * m, x_bsk, matrix_gkm):
             return product(x_bsk.flatten(0, 1), matrix_gkm[0]).view(*x_bsk.shape[:2], m)
         y_bsm = scratch.take(use, (*x_bsk.shape[:2], m), x_bsk)
         torch.mm(x_bsk.flatten(0, 1), matrix_gkm[0], out=y_bsm.view(-1, m))

@@ -29,7 +29,7 @@ def add_products(sum_kk: Tensor, x_tk: Tensor) -> None:
         x_tk: Rows. Shape ``[t, k]``.
     """
     width = x_tk.shape[1]
-    onednn = suits_onednn(_STRIP * x_tk.numel(), x_tk)
+    onednn = suits_onednn(width, min(width, _STRIP) * x_tk.numel(), x_tk)
     x_kt = x_tk.t().contiguous() if onednn else None  # of which any rows lie without gaps
     strip = _STRIP if x_tk.device.type == "cpu" else width
     for start in range(0, width, max(1, strip)):
