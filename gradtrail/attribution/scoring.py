@@ -72,7 +72,9 @@ class Scorer:
             name: The layer.
             gradient: Its gradients.
         """
-        rows = self._open.setdefault(place.start, _Rows(place))
+        rows = self._open.get(place.start)
+        if rows is None:
+            rows = self._open[place.start] = _Rows(place)
         query = self._queries.get(name)
         if self._norms and isinstance(query, DenseGradient) and not self._task.per_token:
             gradient = self._memo.written(gradient)  # once for the norm and the products

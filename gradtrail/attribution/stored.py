@@ -16,6 +16,7 @@ from gradtrail.attribution.data import Rows
 from gradtrail.attribution.pass_cache import Attached, Batch, BatchSink
 from gradtrail.distributed import rank, shard_of, world_size
 from gradtrail.factors import (
+    DenseGradient,
     JoinMemo,
     LayerGradient,
     LinearFactors,
@@ -329,6 +330,8 @@ def _joined(
         The block's own gradient where there is one block.
     """
     pieces = [one.block.layers.get(name) for one in group]
+    if len(group) == 1 and isinstance(pieces[0], DenseGradient):
+        return pieces[0]  # reads no input
     own = [tensor for piece in pieces for tensor in _inputs_of(piece)]
     if not inputs or not _are_same(own, inputs[-1]):
         inputs.append(own)

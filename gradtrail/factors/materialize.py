@@ -24,7 +24,10 @@ __all__ = ["materialize", "to_dense", "widen", "write_dense"]
 
 def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to the dtype in which their products are accumulated."""
-    dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors))
+    dtypes = [tensor.dtype for tensor in tensors]
+    dtype = accumulation_dtype(*dtypes)
+    if dtypes.count(dtype) == len(dtypes):
+        return tensors
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 

@@ -125,6 +125,4 @@ def long_products(x_bd: Tensor, y_qd: Tensor) -> Tensor:
 
 def one_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Widen both sides of a product to one dtype."""
-    x, y = widen(x, y)
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    return x.to(dtype), y.to(dtype)
+    return widen(x, y)

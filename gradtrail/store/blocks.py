@@ -67,7 +67,9 @@ class LazyLayers(Mapping[str, LayerGradient]):
             taken: Numbers of the examples that are given, or None for all.
             device: Where to, or None.
         """
-        self._log, self._entry, self._device = log, entry, device
+        self._log, self._entry = log, entry
+        # a log gives tensors on the CPU
+        self._device = None if device is not None and device.type == "cpu" else device
         self._names = dict.fromkeys(names)
         self._index = None if taken is None else _index(taken)
         self._memory: torch.UntypedStorage | None = None

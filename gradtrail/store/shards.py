@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 
@@ -168,6 +168,7 @@ class Shard:
             offset = self.data_start + start + spec.start
             if spec.num_bytes >= _MAPPED:
                 storage = self._mapped(offset + spec.num_bytes)
+                bring_in(storage, offset)
                 return _view(storage, offset, spec)
             try:
                 return _read(self.path, offset, spec)
@@ -355,12 +356,13 @@ def tensor_in(memory: torch.UntypedStorage, layout: Layout, spec: TensorSpec) ->
 
 def _view(storage: torch.UntypedStorage, offset: int, spec: TensorSpec) -> Tensor:
     """A tensor in a mapping."""
-    plain = torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
-    with plain:
-        empty = torch.empty(0, dtype=spec.dtype)
-        tensor = empty.set_(storage, offset // spec.dtype.itemsize, spec.shape)
-        # MKL rounds some products of what lies elsewhere differently on some processors
-        return tensor.clone() if tensor.data_ptr() % _WHOLE_VECTOR else tensor
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            return _view(storage, offset, spec)
+    empty = torch.empty(0, dtype=spec.dtype)
+    tensor = empty.set_(storage, offset // spec.dtype.itemsize, spec.shape)
+    # MKL rounds some products of what lies elsewhere differently on some processors
+    return tensor.clone() if tensor.data_ptr() % _WHOLE_VECTOR else tensor
 
 
 def _read(path: Path, offset: int, spec: TensorSpec) -> Tensor:
