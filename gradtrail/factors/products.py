@@ -36,7 +36,7 @@ def suits_onednn(rows: int, count: int, *tensors: Tensor) -> bool:
     Args:
         rows: Number of rows of the left side.
         count: Number of multiplications.
-        tensors: What is multiplied; all must be plain float32 tensors on the CPU that no gradient
+        *tensors: What is multiplied; all must be plain float32 tensors on the CPU that no gradient
             is asked of.
 
     Returns:
