@@ -2,8 +2,7 @@
 
 Every run is a process of its own. A capture without a store and one with it alternate, and the
 median of the pairs' ratios counts. Scoring is compared in one process with what nobody can avoid:
-reading the bytes of both stores once and forming the matrix products of their blocks, the
-queries' own among them.
+reading the shards' bytes once and forming the matrix products of their blocks.
 
     python benchmarks/stores.py --pairs 3
 """
@@ -181,7 +180,7 @@ def compare(
     import gradtrail
     from gradtrail.store import GradientStore
 
-    shards = [*sorted(train.glob("*.safetensors")), *sorted(query.glob("*.safetensors"))]
+    shards = sorted(train.glob("*.safetensors"))
     sizes = [path.stat().st_size for path in shards]
     buffer, mib = bytearray(max(sizes)), round(sum(sizes) / 2**20)
 
@@ -192,7 +191,6 @@ def compare(
 
     with GradientStore(train, mode="read") as store, GradientStore(query, mode="read") as asked:
         queries, held = written_queries(asked, work), in_memory(store)
-        asking = in_memory(asked)
 
         def score() -> None:
             gradtrail.attribute_from_cache(store, asked, progress=False)
@@ -202,7 +200,7 @@ def compare(
         for _ in range(5):
             for key, function in (
                 ("read", read_bytes),
-                ("products", lambda: multiply(asking, queries, held)),
+                ("products", lambda: multiply(queries, held)),
                 ("score", score),
             ):
                 if cold and key != "products":
@@ -221,21 +219,15 @@ def compare(
     }
 
 
-def multiply(
-    asking: list[dict[str, Any]], queries: dict[str, Any], held: list[dict[str, Any]]
-) -> None:
-    """Form the matrix products of a scoring: queries written out once, and all inner products.
+def multiply(queries: dict[str, Any], held: list[dict[str, Any]]) -> None:
+    """Form the matrix products of a scoring.
 
     Args:
-        asking: The queries' gradients by block and layer, as they were stored.
         queries: The queries' gradients by layer, in the form that scores cheapest.
         held: The training gradients by block and layer.
     """
-    from gradtrail.factors import GramMemo, cross_gram, to_dense
+    from gradtrail.factors import GramMemo, cross_gram
 
-    for layers in asking:
-        for gradient in layers.values():
-            to_dense(gradient)
     memo = GramMemo()
     for layers in held:
         total = None

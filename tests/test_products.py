@@ -11,10 +11,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradtrail
-from gradtrail.factors import LinearFactors, cross_gram, outer_sums, product, products, to_dense
+from gradtrail.factors import (
+    LinearFactors,
+    cross_gram,
+    outer_sums,
+    pieces,
+    product,
+    products,
+    to_dense,
+)
 from gradtrail.factors.pieces import long_products
 from gradtrail.hooks import linear_products
 from gradtrail.hooks.fused import fuse_elementwise
+from gradtrail.kronecker import symmetric
 from gradtrail.kronecker.symmetric import add_products, mirror
 from gradtrail.machine import cpu_vendor
 
@@ -39,15 +48,9 @@ def onednn(monkeypatch):
     monkeypatch.setattr(products, "_is_faster_here", lambda: True)
     for name in ("_ENOUGH", "_ENOUGH_ROWS", "_ENOUGH_AN_EXAMPLE", "_ENOUGH_POSITIONS"):
         monkeypatch.setattr(products, name, 1)
-    for module in (products, linear_products, symmetric_module()):
+    for module in (products, pieces, symmetric, linear_products):
         monkeypatch.setattr(module, "linear", counted)
     return seen
-
-
-def symmetric_module():
-    from gradtrail.kronecker import symmetric
-
-    return symmetric
 
 
 def laid_out(rows, columns, layout):

@@ -18,7 +18,6 @@ from gradtrail.factors.pieces import (
     gram_in_pieces,
     is_wide,
     long_products,
-    one_dtype,
 )
 from gradtrail.factors.products import product
 from gradtrail.factors.types import (
@@ -164,7 +163,7 @@ def _added(terms: object) -> Tensor:
 
 
 def _token_gram(x_bsk: Tensor, y_qtk: Tensor) -> Tensor:
-    x_bsk, y_qtk = one_dtype(x_bsk, y_qtk)
+    x_bsk, y_qtk = widen(x_bsk, y_qtk)
     return product(x_bsk.flatten(0, 1), y_qtk.flatten(0, 1).t())
 
 
@@ -237,7 +236,7 @@ def _linear_dense_gram(x: LinearFactors, y: DenseGradient, memo: GramMemo) -> Te
         products = gram_in_pieces(x, y, memo.space)
     else:
         weight = LinearFactors(x.activation_bsi, x.output_gradient_bso, groups=x.groups)
-        x_bd, y_qd = one_dtype(memo.written(weight).values_bd, y.values_bd)
+        x_bd, y_qd = widen(memo.written(weight).values_bd, y.values_bd)
         products = long_products(x_bd, y_qd[:, : y.weight_size])
     if x.has_bias and y.has_bias:
         g_bso = widen(x.output_gradient_bso)[0]
@@ -250,7 +249,7 @@ def _linear_dense_gram(x: LinearFactors, y: DenseGradient, memo: GramMemo) -> Te
 
 
 def _dense_gram(x: DenseGradient, y: DenseGradient) -> Tensor:
-    x_bd, y_qd = one_dtype(x.values_bd, y.values_bd)
+    x_bd, y_qd = widen(x.values_bd, y.values_bd)
     if x.has_bias and not y.has_bias:
         x_bd = x_bd[:, : x.weight_size]
     elif y.has_bias and not x.has_bias:

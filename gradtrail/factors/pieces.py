@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gradtrail.factors.materialize import widen
-from gradtrail.factors.products import outer_sums, product, suits_onednn
+from gradtrail.factors.products import linear, outer_sums, suits_onednn
 from gradtrail.factors.types import DenseGradient, LinearFactors
 
-__all__ = ["WriteSpace", "gram_in_pieces", "is_wide", "long_products", "one_dtype"]
+__all__ = ["WriteSpace", "gram_in_pieces", "is_wide", "long_products"]
 
 _WIDE = 1 << 22  # entries of all examples from which on they leave the cache: 16 MiB in float32
 _PIECE = 1 << 20  # entries of all examples that are written at a time: 4 MiB
@@ -110,7 +110,7 @@ def long_products(x_bd: Tensor, y_qd: Tensor) -> Tensor:
     """
     rows, d = x_bd.shape
     if d <= _ONE_SUM and suits_onednn(rows, x_bd.numel() * y_qd.shape[0], x_bd, y_qd):
-        return product(x_bd, y_qd.t())
+        return linear(x_bd, y_qd)
     pieces = d // 1024
     if pieces < 8 or x_bd.shape[0] * y_qd.shape[0] > 4096:
         return x_bd @ y_qd.t()
@@ -121,8 +121,3 @@ def long_products(x_bd: Tensor, y_qd: Tensor) -> Tensor:
     if cut < d:
         products.addmm_(x_bd[:, cut:], y_qd[:, cut:].t())
     return products
-
-
-def one_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Widen both sides of a product to one dtype."""
-    return widen(x, y)

@@ -12,7 +12,6 @@ Suffixes: m row, k inner side, n column, b example, s position, i layer input, o
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
@@ -151,7 +150,7 @@ def _is_right() -> bool:
     y_kn = torch.arange(21, dtype=torch.float32).cos_().view(7, 3)
     try:
         got = linear(x_mk, y_kn.t(), torch.ones(3))
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError):  # no kernel, or another signature
         return False
     expected = x_mk.double() @ y_kn.double() + 1
-    return math.isclose(float((got - expected).abs().max()), 0, abs_tol=1e-5)
+    return float((got - expected).abs().max()) < 1e-5
